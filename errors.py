@@ -5,8 +5,10 @@ They may be raised anywhere, so every module may import this one, and it imports
 """
 
 import errno
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 LONGEST = 600  # characters of a value in a message
@@ -56,6 +58,14 @@ def raise_passing(error: Exception) -> None:
     1), so it is no mistake of the user's (status 2), and no file is damaged."""
     if isinstance(error, OSError) and error.errno and error.errno not in _LASTING:
         raise error
+
+
+def is_file(path: Path) -> bool:
+    """As path.is_file(), which from Python 3.14 on takes every error for no."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 class RunFailed(Exception):

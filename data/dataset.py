@@ -18,7 +18,7 @@ import numpy as np
 from data.config import DataConfig
 from data.shards import DTYPES, FORMAT, REMEDY, VERSION, map_tokens
 from data.tokenizer import JSON, MODEL, Tokenizer
-from errors import UserError, raise_passing
+from errors import UserError, is_file, raise_passing
 
 MAPPED_SHARDS = 1 << 15  # at most, of all data; Linux allows a process 65,530 mappings
 
@@ -74,7 +74,7 @@ class TokenDataset:
             raise UserError("data.path", str(folder / "index.json"), why, REMEDY) from error
         for file, _, size, _ in dataset._shards:
             path = folder / file
-            found = path.stat().st_size if path.is_file() else "no"
+            found = path.stat().st_size if is_file(path) else "no"
             if found != size or Path(file).name != file:
                 why = f"the shard has {found} bytes, and index.json lists {size}"
                 raise UserError("data.path", str(path), why, REMEDY)

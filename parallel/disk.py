@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from errors import UserError
+from errors import UserError, raise_passing
 
 ALIGNMENT = 512  # bytes, of a tensor in a file or a buffer: as on a GPU
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -42,6 +42,7 @@ class DiskMemory:
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed when collected
             os.posix_fallocate(self._file.fileno(), 0, self.size)
         except OSError as error:
+            raise_passing(error)
             why = f"{size / 1e9:,.3f} GB cannot be reserved there ({error.strerror})"
             remedy = "give a writable folder on a local disk with enough space"
             raise UserError("parallel.offload_dir", folder, why, remedy) from None

@@ -223,7 +223,7 @@ go_on() {
   answer=$(timeout --kill-after 2 "${limit:-60}" "${here[@]}" "$python" -m tools.slurm_next "$logs" \
     "$@") || {
     answer="${1:-0} requeue: tools.slurm_next does not say what is next"
-    if [ "${1:-}" = 0 ] && [ "$run_dir/status.json" -nt "$logs/nodes" ] &&
+    if [ -n "${1:-}" ] && [ "$run_dir/status.json" -nt "$logs/nodes" ] &&
       grep -qE '"state": "finished"|the file STOP was found' "$run_dir/status.json"; then
       answer="0 stopped: the run has finished, or a user has stopped it"
     fi

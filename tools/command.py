@@ -76,6 +76,9 @@ def reports_errors(main: Callable[..., int | None]) -> Callable[..., int]:
         except UserError as error:
             log(f"error: {error}")
             return 2
+        except OSError as error:
+            log(f"error: {error}")
+            return 1
 
     return reporting
 

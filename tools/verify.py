@@ -28,7 +28,10 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{path}: good, {len(manifest.tensors)} tensors in {len(manifest.files)} files, "
                 f"{manifest.num_bytes:,} bytes"
             )
-        except (Damaged, OSError) as problem:
+        except OSError as problem:
+            damaged += 1
+            print(f"{path}: cannot be read: {problem}")
+        except Damaged as problem:
             if not path.exists():
                 print(f"{path}: gone: its run has deleted it or put it aside meanwhile")
                 continue

@@ -16,7 +16,7 @@ import os
 import re
 from pathlib import Path
 
-from errors import UserError, raise_passing
+from errors import UserError, is_file, raise_passing
 
 NAME = re.compile(r"step-(\d{8})")
 LATEST = "latest"
@@ -27,7 +27,7 @@ DAMAGED, ABANDONED = ".damaged", ".abandoned"  # suffixes of those that are put 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Return the committed checkpoints of a folder, oldest first."""
-    return sorted(path for path in named_checkpoints(folder) if (path / MANIFEST).is_file())
+    return sorted(path for path in named_checkpoints(folder) if is_file(path / MANIFEST))
 
 
 def named_checkpoints(folder: Path) -> list[Path]:
@@ -68,7 +68,7 @@ def checkpoints_of(folder: Path, key: str) -> list[Path]:
             folder.
     """
     try:
-        if (folder / MANIFEST).is_file():
+        if is_file(folder / MANIFEST):
             return [folder]
         found = complete_checkpoints(folder) or complete_checkpoints(folder / "checkpoints")
         why = "holds no complete checkpoint"

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
 from data.dataset import Mixture
-from errors import UserError
+from errors import UserError, is_file
 from runtime.agreement import AgreedError, from_rank_0, on_all_ranks
 from runtime.checkpoint.folder import (
     ABANDONED,
@@ -102,7 +102,7 @@ def _put_incomplete_aside(lease: Lease) -> None:
     """Put aside folders that have a checkpoint's name but no manifest, because someone copied or
     deleted a part of them. Called on rank 0."""
     for path in sorted(named_checkpoints(lease.checkpoints)):
-        if not (path / MANIFEST).is_file():
+        if not is_file(path / MANIFEST):
             aside = lease.put_aside(path, DAMAGED).name
             log(f"warning: {path} has no {MANIFEST}: it is put aside as {aside} and not used")
     lease.name_latest()
@@ -112,7 +112,7 @@ def _refuse_to_begin_anew(resume: str, lease: Lease) -> None:
     """Raise UserError if the run had checkpoints, and all are damaged: a copy of one may be
     elsewhere."""
     if damaged := sorted(path.name for path in lease.checkpoints.glob(f"step-*{DAMAGED}")):
-        why = f"all checkpoints in {lease.checkpoints} are damaged: {', '.join(damaged)}"
+        why = f"all that the run has saved in {lease.checkpoints} is damaged: {', '.join(damaged)}"
         remedy = "restore one (tools.objects fetch), or move these elsewhere to begin anew"
         raise UserError("checkpoint.resume", resume, why, remedy)
 
@@ -263,6 +263,8 @@ def load(train: TrainStep, start: Start) -> None:
             dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(path)))
         except dcp.CheckpointException as error:
             first = next(iter(error.failures.values()))[0]
+            if isinstance(first, OSError):  # the files were there when they were checked
+                raise first from None
             why = f"cannot be read: {first}"
             raise UserError("checkpoint", str(path), why, "choose another checkpoint") from None
 

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from errors import raise_passing
+from errors import is_file, raise_passing
 from runtime.checkpoint.folder import MANIFEST
 from runtime.files import write_durably
 from runtime.schema import MAX_JSON_BYTES, Name, Natural, Strict, first_problem, load_json
@@ -125,7 +125,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
     """Raise Damaged if a file is missing or has another length. Cheap: reads no file."""
     for name, (size, _) in manifest.files.items():
         try:
-            good = (folder / name).is_file() and (folder / name).stat().st_size == size
+            good = is_file(folder / name) and (folder / name).stat().st_size == size
         except OSError as error:  # for example, the name is too long
             raise_passing(error)
             good = False
@@ -145,6 +145,7 @@ def read_pieces(path: Path, manifest: Manifest) -> list[Piece]:
     """Return the pieces in a safetensors file, reading only its header. Raises Damaged if a piece
     does not lie inside its tensor or has another dtype."""
     try:
+        path.open("rb").close()  # safe_open says of any error that there is no such file
         with safe_open(path, framework="pt") as file:
             places = load_json((file.metadata() or {}).get(PLACES, "{}"))
             names = file.keys()
@@ -164,6 +165,7 @@ def read_pieces(path: Path, manifest: Manifest) -> list[Piece]:
                 pieces.append(Piece(name, tuple(offsets), sizes))
             return pieces
     except (SafetensorError, OSError, *ODD_JSON) as error:
+        raise_passing(error)
         raise Damaged(
             f"its file {path.name!r} is not a tensor file of this checkpoint: {ascii(error)[:200]}"
         ) from None

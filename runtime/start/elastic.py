@@ -62,6 +62,7 @@ LOOK_SECONDS = 1.0  # between two looks of a spare at the store and for signals
 LOST_SECONDS = 120.0  # without an answer of the store, after which a spare gives up
 ANSWER_SECONDS = 60.0  # for all ranks to name their nodes, once all have joined
 AGENT_SECONDS = 10.0  # to wait for SIGTERM from this node's agent, after another's
+LEFT_SECONDS = 0.2  # between two looks at whether rank 0 has ended
 LEAVE_SECONDS = 10.0  # for the spares to answer at the end: one may be dead
 
 
@@ -109,8 +110,8 @@ class TrainingRanks:
         # Rank 0 may first wait an hour for checkpoint.after_commit, longer than a collective may,
         # and than the agents of nodes whose ranks have ended wait for the others: five minutes.
         # Then they leave, one of them with the store, and the agent of rank 0 would stop it.
-        while not comes(store, "ended"):
-            pass
+        while not store.check(["ended"]):  # not `wait`: torch logs whenever its limit is reached
+            time.sleep(LEFT_SECONDS)
         if has_agents:
             asked = torch.tensor(int(signal.SIGTERM in signals.heard))
             dist.all_reduce(asked, op=dist.ReduceOp.MAX)  # one number, over all ranks that train

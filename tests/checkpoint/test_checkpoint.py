@@ -225,11 +225,11 @@ def saved_after_a_silence(config_path: str) -> list[bool]:
 
     @planted(Saver, "_write_partial")
     def late(honest: Any, saver: Saver, partial: Path) -> Manifest:
-        time.sleep(3 * dist.get_rank() if partial.name == "step-00000001" else 0)
+        time.sleep(9 * dist.get_rank() if partial.name == "step-00000001" else 0)
         return honest(saver, partial)
 
     with late(), Lease(train.config.run.dir, "cpu") as lease:
-        with patch.object(dist, "new_group", partial(new_group, timeout=timedelta(seconds=1))):
+        with patch.object(dist, "new_group", partial(new_group, timeout=timedelta(seconds=4))):
             saver = Saver(train, Path(__file__), lease, RunLog(train.config))
         for step in 1, 2:
             saver.save(step, 0, data)
@@ -249,11 +249,12 @@ STALE = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 READERS: dict[str, tuple[Callable[[Config], object], str]] = {  # what reads or writes; what fails
     "a checkpoint's file": (
         lambda _: verify_checkpoint(runs.FIXTURE), "runtime.checkpoint.verify.fingerprint"),
-    "its sizes": (lambda _: verify_checkpoint(runs.FIXTURE), "pathlib.Path.is_file"),
+    "its pieces": (lambda _: verify_checkpoint(runs.FIXTURE), "pathlib.Path.open"),
+    "its sizes": (lambda _: verify_checkpoint(runs.FIXTURE), "runtime.checkpoint.manifest.is_file"),
     "its manifest": (lambda _: read_manifest(runs.FIXTURE), "pathlib.Path.read_text"),
     "its state": (lambda _: parse_trainer(runs.FIXTURE), "pathlib.Path.read_text"),
     "checkpoints": (
-        lambda config: checkpoints_of(Path(config.run.dir), "key"), "pathlib.Path.is_file"),
+        lambda config: checkpoints_of(Path(config.run.dir), "key"), "pathlib.Path.stat"),
     "the lease": (
         lambda config: Lease(config.run.dir, "cpu")._take(),
         "runtime.checkpoint.lease.newest_lease"),

@@ -133,7 +133,7 @@ def test_a_run_that_begins_with_a_named_checkpoint_continues_itself(ranks, saved
         flip_a_bit(runs.checkpoint_of(tmp_path, step) / "trainer.json")
     shutil.copytree(first, runs.checkpoint_of(tmp_path, 2))  # of the run before
     (said,) = ranks.run(runs.train_run, 1, [*config, f"checkpoint.resume={first}"])
-    assert "are damaged: step-00000003.damaged, step-00000004.damaged" in said
+    assert "is damaged: step-00000003.damaged, step-00000004.damaged" in said
 
 
 def test_a_run_goes_back_to_the_checkpoint_it_began_with(ranks, saved_experts, tmp_path):

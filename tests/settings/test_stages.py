@@ -309,7 +309,7 @@ def test_a_damaged_boundary_does_not_begin_anew(ranks: Ranks, data: Path, tmp_pa
     assert (status["state"], status["step"]) == ("failed", 2)
     # nor does the next start, which a launcher or the job script begins by itself
     (said,) = ranks.run(runs.train_run, 1, [config])
-    assert said.startswith("checkpoint.resume = 'auto': all checkpoints in ")
+    assert said.startswith("checkpoint.resume = 'auto': all that the run has saved in ")
     assert "step-00000002.damaged" in said
     assert sorted(runs.losses(tmp_path)) == [1, 2]
 

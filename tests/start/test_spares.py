@@ -251,7 +251,8 @@ def leave(seconds: float) -> tuple[float, float]:
     rank = dist.get_rank()
     time.sleep(0.0 if rank else seconds)
     done = time.monotonic()
-    with patch.dict(os.environ, RANK=str(rank), TORCHELASTIC_RUN_ID="x"):
+    agents = patch.dict(os.environ, RANK=str(rank), TORCHELASTIC_RUN_ID="x")
+    with agents, patch.object(dist, "all_reduce"):  # which would wait, too, but not for long enough
         elastic.TrainingRanks().leave(signalled(False))
     return done, time.monotonic()
 

@@ -274,7 +274,7 @@ def main(arguments: list[str] | None = None) -> int:
             if node:
                 return follow(meeting, report)
             return lead(meeting, report, options, config, range(links.num_ranks))
-        except UserError:
+        except (UserError, OSError):
             meeting.write("passed", False)  # they end, and with them their ranks
             raise
         finally:
