@@ -55,7 +55,7 @@ from torch.distributed.tensor import DTensor
 from parallel.disk import DiskMemory, aligned
 from parallel.layer import Layer
 from parallel.placement import as_dtensor_like, local_part
-from parallel.weight_gradient import Place, sum_dtype
+from parallel.weight_gradient import Place, adds_to_gradients, sum_dtype
 from parallel.whole import WholeWeights
 
 
@@ -73,12 +73,6 @@ def _fsdp_groups(stage: nn.Module) -> list[FSDPParamGroup]:
 def fsdp_partial_sums(stage: nn.Module) -> list[Tensor | None]:
     """The gradients that FSDP has reduced over dp_shard, and not yet over dp_replicate."""
     return [group._partial_reduce_output for group in _fsdp_groups(stage)]
-
-
-def adds_to_gradients(replicas: int, reduce: torch.dtype, master: torch.dtype) -> bool:
-    """Whether the gradients of each micro-batch that is reduced are added to `p.grad` in the master
-    dtype, instead of in the reduce dtype until the last one is reduced over the replicas."""
-    return replicas == 1 and reduce.itemsize < master.itemsize
 
 
 def _adds_to_gradients(unit: FSDPModule, reduce: torch.dtype) -> bool:
@@ -205,11 +199,11 @@ class FSDPSwitches:
         """For the backwards that follow: whether the next is the `last` of the step."""
         assert isinstance(module, FSDPModule)
         module.set_is_last_backward(False)
-        for unit, adds_to_gradients in self._units(module):
+        for unit, adds in self._units(module):
             unit.set_requires_gradient_sync(last or self.reduce_each_microbatch, recurse=False)
             # The call above sets the all-reduce over replicas too, which only the last backward
             # runs, or for which there is no other rank.
-            unit.set_requires_all_reduce(last or adds_to_gradients, recurse=False)
+            unit.set_requires_all_reduce(last or adds, recurse=False)
             unit.set_reshard_after_backward(last or self.reshard_weights, recurse=False)
             unit.set_reshard_after_forward(self.reshard_weights, recurse=False)
 

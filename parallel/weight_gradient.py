@@ -61,6 +61,12 @@ def sum_dtype(
     return torch.promote_types(reduce, compute) if zero_stage < 2 else None
 
 
+def adds_to_gradients(replicas: int, reduce: torch.dtype, master: torch.dtype) -> bool:
+    """Whether the gradients of each micro-batch that is reduced are added to `p.grad` in the master
+    dtype, instead of in the reduce dtype until the last one is reduced over the replicas."""
+    return replicas == 1 and reduce.itemsize < master.itemsize
+
+
 @dataclass
 class Place:
     """Where a sum of gradients is kept: this tp rank's part of it, or None before the first

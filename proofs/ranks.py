@@ -20,7 +20,6 @@ import gc
 import multiprocessing
 import os
 import pickle
-import socket
 import tempfile
 import time
 import traceback
@@ -157,9 +156,8 @@ def _serve(rank: int, pool_size: int, pipe: Connection) -> None:
     from runtime import signals
     from runtime.start import host, init
 
-    os.environ["GLOO_SOCKET_IFNAME"] = next(
-        name for _, name in socket.if_nameindex() if name.startswith("lo")
-    )
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)  # whatever that says
+    host.stay_on_this_machine()
     host.share_cores(pool_size)
     torch.set_num_threads(1)  # whatever OMP_NUM_THREADS says
     gc.freeze()  # imported modules are permanent, so later collections skip them

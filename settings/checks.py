@@ -18,6 +18,7 @@ from model.router import router_class
 from parallel.axes import MeshSizes
 from parallel.config import ParallelConfig
 from parallel.pipeline.check import fault_in, splits_backward
+from parallel.weight_gradient import adds_to_gradients
 from settings.config import Config
 from settings.data_stages import data_stages, in_data_stage
 from settings.sections import MAX_TOKENS, OptimizerConfig
@@ -83,21 +84,21 @@ def check_batch(config: Config, sizes: MeshSizes) -> None:
         raise UserError("train.global_batch_size", train.global_batch_size, why, remedy)
 
 
-def sums_in_bfloat16(config: Config, zero_stage: int, several: bool, copies: bool) -> bool:
+def sums_in_bfloat16(config: Config, zero_stage: int, several: bool, replicas: int) -> bool:
     """Whether gradients of micro-batches, of which there are `several`, are summed in bfloat16:
-    before they are reduced, or with zero_stage 2 and 3 until they are reduced over `copies`
-    (parallel/data.py)."""
+    before they are reduced, or with zero_stage 2 and 3 until they are reduced over the replicas."""
     precision = config.precision
     if precision.reduce != torch.bfloat16 or not several:
         return False
     if zero_stage >= 2:  # offloaded ones would wait for the host to add them
-        return copies or config.parallel.offload != "none" or precision.master == torch.bfloat16
+        adds = adds_to_gradients(replicas, precision.reduce, precision.master)
+        return config.parallel.offload != "none" or not adds
     return config.train.dtype == "bfloat16" or config.train.compile  # of compiled blocks
 
 
 def check_reduce_dtype(config: Config, sizes: MeshSizes) -> None:
-    several, copies = config.num_microbatches(sizes.dp) > 1, sizes.of_weights["dp_replicate"] > 1
-    if sums_in_bfloat16(config, config.parallel.zero_stage, several, copies):
+    several, replicas = config.num_microbatches(sizes.dp) > 1, sizes.of_weights["dp_replicate"]
+    if sums_in_bfloat16(config, config.parallel.zero_stage, several, replicas):
         why = "gradients of micro-batches would be summed in bfloat16, too"
         remedy = "use float32, or parallel.zero_stage=2 (or 3) and parallel.dp_replicate=1, where "
         remedy += "each is reduced separately, without parallel.offload and in float32 weights"

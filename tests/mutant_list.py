@@ -105,7 +105,7 @@ CHANGES: dict[str, list[Change]] = {
          "set_reshard_after_backward(self.reshard_weights,"),
         ("self.reduce_each_microbatch = zero_stage >= 2",
          "self.reduce_each_microbatch = zero_stage > 2"),
-        ("unit.set_requires_all_reduce(last or adds_to_gradients, recurse=False)",
+        ("unit.set_requires_all_reduce(last or adds, recurse=False)",
          "unit.set_requires_all_reduce(True, recurse=False)", "group"),
     ],
     "parallel/fsdp_units.py": [

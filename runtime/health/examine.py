@@ -216,6 +216,12 @@ def make_copies_equal(train: TrainStep) -> None:
             local.copy_(copy)
 
 
+def _overflowed(loss: float, norm: float, scale: float) -> bool:
+    """Whether float16 overflowed in a step, `scale` being that of the next: computed again at this,
+    which is half as large, it would not."""
+    return scale > 1 and math.isfinite(loss) and not math.isfinite(norm)
+
+
 class Examination(Listener):
     """Examines suspicions, and tells the verdicts. It comes after `metrics`, which knows of skipped
     updates, and before the listeners that react to them."""
@@ -240,9 +246,7 @@ class Examination(Listener):
         bad = [
             n
             for n, (loss, norm, skipped, scale) in enumerate(read)
-            # an overflow of float16 would not come again, as the scale has been halved
-            if (skipped and not (scale > 1 and math.isfinite(loss) and not math.isfinite(norm)))
-            or self._leaps(norm)
+            if (skipped and not _overflowed(loss, norm, scale)) or self._leaps(norm)
         ]
         if not bad or run.step < self.next_step:
             return

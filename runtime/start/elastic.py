@@ -116,15 +116,15 @@ class TrainingRanks:
             asked = torch.tensor(int(signal.SIGTERM in signals.heard))
             dist.all_reduce(asked, op=dist.ReduceOp.MAX)  # one number, over all ranks that train
             stopped = bool(asked)
-        if self.met is None or self.store is None:
+        if self.met is None:
             return
         if stopped:
             _wait_for_agent(signals)
         if is_first:
-            self.store.set("leave", "stopped" if stopped else "ended")
+            store.set("leave", "stopped" if stopped else "ended")
             until = time.monotonic() + LEAVE_SECONDS
             num_spares = sum(self.spares.values())
-            while self.store.add("left", 0) < num_spares and time.monotonic() < until:
+            while store.add("left", 0) < num_spares and time.monotonic() < until:
                 time.sleep(0.05)
 
 

@@ -360,7 +360,7 @@ def _data_parallel(pipe: Pipeline, dp: int) -> Iterator[Candidate]:
         shards = Numbers(shard * cp, of_experts if config.model.has_experts else 1)
         replicas = Numbers(dp // shard, dp // shard)
         for zero in (1, 2, 3) if max(shards) > 1 else (0,):
-            if sums_in_bfloat16(config, zero, m > 1, shard < dp):
+            if sums_in_bfloat16(config, zero, m > 1, dp // shard):
                 continue
             bound = pipe.bound(shards, zero)
             fits = bound <= device.room

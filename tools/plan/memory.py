@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from costs.recorder import Effect, Phase
 from costs.units import position_bytes
 from errors import UserError
-from parallel.data import adds_to_gradients
 from parallel.fsdp_units import input_buffers
 from parallel.memory import (
     ACTIVATIONS,
@@ -45,6 +44,7 @@ from parallel.pipeline.actions import (
     result_of,
 )
 from parallel.pipeline.lower import Exchange
+from parallel.weight_gradient import adds_to_gradients
 from settings.config import Config
 from settings.data_stages import data_stages
 from tools.plan.layout import Gathered, Layout
@@ -190,7 +190,7 @@ class Sharded:
     def _reduce(self, unit: FsdpUnit, last: bool) -> None:
         """Reduce over the shards. The last reduction of a step also reduces over the replicas and
         converts to the weights' dtype; until then FSDP sums in reduce_dtype, unless each reduction
-        does both (parallel/data.py)."""
+        does both (`adds_to_gradients`)."""
         layout, account, stage = self.layout, self.account, unit.stage
         dtypes = layout.config.precision
         adds = adds_to_gradients(unit.weights.replicas, dtypes.reduce, dtypes.master)
