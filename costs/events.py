@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import torch
 
 from costs.collectives import Call
-from costs.operators import NO_WORK, name_of, tensors_of
+from costs.operators import NO_WORK, arguments_of, name_of, tensors_of
 
 BACKWARD_OF_FORWARD = 2.5  # flash attention's FLOPs: five products in backward, two in forward
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 # of experts (model/kernels/grouped_matmul.py)
 GROUPED = {"grouped_mm", "add_grouped_weight_gradient"}
+OVERWRITE = {"copy_", "zero_", "fill_", "all_gather_copy_in", "_foreach_copy_", "_foreach_zero_"}
 LOOKUPS = {"embedding", "index", "index_select", "gather"}  # read some rows of the first argument
 
 
@@ -82,6 +83,11 @@ def event_of(func: Any, args: Any, kwargs: Any, result: Any) -> Event | None:
         given[0] = made
     size = sum(t.nbytes for t in tensors_of(given))
     size += sum(t.nbytes for t in made if not any(t is argument for argument in given))
+    if name not in OVERWRITE:  # what is changed in place is read and written
+        changed = arguments_of(func, args, kwargs)
+        size += sum(
+            t.nbytes for a, ts, writes in changed if writes and not a.kwarg_only for t in ts
+        )
     if name in GROUPED:
         return _grouped(name, named, size)
     if name.rstrip("_") in PRODUCTS:  # their right factor is the last matrix among the arguments

@@ -16,16 +16,6 @@ kernel with the keys from 0 to that end. Rank cp − 1 has two adjacent chunks, 
 | backward | the same again: they are not kept          | all-gather of 2 · S·B·K/tp·E             |
 |          | their gradients, summed in float32         | reduce-scatter of 2 · S·B·K/tp·E         |
 
-In long sequences the heads are divided into up to `PIECES` pieces, each with its own collectives:
-while attention is computed for one piece, the keys and values of the next one travel, and in
-backward also the gradients of the piece before.
-
-Keeping the gathered keys and values would take cp times the memory of a rank's own. With activation
-checkpointing the recomputation gathers them again; without it, a hook on what autograd saves does,
-if a micro-batch is one sequence. (Kernels for several need copies, which autograd keeps.) The two
-chunks' gradients of a key are added in float32 before they are sent, because many terms are
-added to the gradients of a long sequence's first keys.
-
 (docs/context.md compares a ring and Ulysses with all-gathers.)
 """
 
@@ -97,8 +87,12 @@ class SplitAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Map q [S/cp, B, H, E], k and v [S/cp, B, K, E] to [S/cp, B, H, E]."""
-        if self.cp.size == 1:
-            return self.of_chunks[0](q, k, v)
+        return self.of_chunks[0](q, k, v) if self.cp.size == 1 else self._gathered(q, k, v)
+
+    def _gathered(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """In long sequences the heads are divided into up to `PIECES` pieces, each with its own
+        collectives: while attention is computed for one piece, the keys and values of the next one
+        travel, and in backward also the gradients of the piece before."""
         number = number_of_pieces(k.shape[2], (k.nbytes + v.nbytes) * self.cp.size)
         ends = [part.stop for part in self.chunks]
         pieces = [KeysAndValues(self.cp, ends) for _ in range(number)]
@@ -138,6 +132,12 @@ def number_of_pieces(heads: int, gathered: int) -> int:
 class KeysAndValues:
     """Those of some heads, for one layer and micro-batch: gathered in forward and, if autograd
     would keep them, again in backward. Then their gradients are scattered.
+
+    Keeping the gathered keys and values would take cp times the memory of a rank's own. With
+    activation checkpointing the recomputation gathers them again; without it, a hook on what
+    autograd saves does, if a micro-batch is one sequence. (Kernels for several need copies, which
+    autograd keeps.) The two chunks' gradients of a key are added in float32 before they are sent,
+    because many terms are added to the gradients of a long sequence's first keys.
 
     Forward goes through the pieces of the heads in order, and backward in the reverse order. A
     piece must not refer to another one: the graph refers to pieces, so this may be a cycle.

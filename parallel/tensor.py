@@ -95,7 +95,8 @@ class ColumnParallelFunction(torch.autograd.Function):
         if sequence_parallel and not deferred:
             gathering_x = start_all_gather(x, group, pieces)
         dx = None
-        for matmul, dy, weight in zip(ctx.matmuls, dys, weights, strict=True):
+        products = join_narrow([*zip(ctx.matmuls, dys, weights, strict=True)])
+        for matmul, dy, weight in products:
             dx = matmul.input_gradient(dy, weight, into=dx)
         assert dx is not None
         if sequence_parallel and not deferred:
@@ -111,6 +112,25 @@ class ColumnParallelFunction(torch.autograd.Function):
         else:
             dws = add(x, *dys)
         return reducing_dx.wait(), None, None, None, None, None, *dws
+
+
+Product = tuple[LinearProducts, Tensor, Tensor]  # what computes dy [..., F] · weight [..., F, D]
+
+
+def join_narrow(products: Sequence[Product]) -> Sequence[Product]:
+    """Products whose sum is dx. Adding one reads and writes dx, which takes longer than a product
+    of few columns (keys and values over tp). Such layers become one product, if what is copied for
+    it, a layer's dy and weight, is at most a third of dx."""
+    parts: tuple[list[Product], list[Product]] = [], []
+    for one in products:
+        _, dy, weight = one
+        size_of_dx = dy.numel() // weight.shape[-2] * weight.shape[-1]
+        parts[3 * (dy.numel() + weight.numel()) <= size_of_dx].append(one)
+    others, narrow = parts
+    if len(narrow) < 2:
+        return products
+    (matmul, *_), dys, weights = zip(*narrow, strict=True)
+    return [*others, (matmul, torch.cat(dys, -1), torch.cat(weights, -2))]
 
 
 class KeepForBackward(torch.autograd.Function):

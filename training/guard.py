@@ -15,17 +15,6 @@ A spike is a loss more than `guard.spike_sigmas` standard deviations above the m
 losses, of which 64 must be known (as in OLMo-core's SkipStepOptimizer,
 https://github.com/allenai/OLMo-core). The loss of a skipped step counts among the last 128 too, so
 the guard adapts if a new kind of text raises the loss permanently.
-
-float16 has no numbers below 2⁻²⁴, where many gradients are. So with train.dtype=float16 the loss is
-multiplied by a scale before backward, and the gradients are divided by it after they are reduced
-(Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740, section 3.2):
-
-    norm is not finite            the scale was too large: it is halved, and the update skipped
-    GROWS_AFTER finite norms      the scale is doubled
-    in a row
-
-A power of two changes no bit of what does not overflow or vanish. A step that overflows while its
-loss is finite is not bad, unless the scale is 1 already or the step before was bad.
 """
 
 import math
@@ -43,7 +32,7 @@ class UpdateGuard:
 
     Args:
         spike_sigmas: see above; 0: no loss is too high.
-        scales_loss: see above; else the scale is always 1.
+        scales_loss: see `_change_scale`; else the scale is always 1.
     """
 
     def __init__(self, spike_sigmas: float, device: str, scales_loss: bool = False) -> None:
@@ -82,6 +71,18 @@ class UpdateGuard:
         return torch.where(bad, math.inf, norm)
 
     def _change_scale(self, overflows: Tensor) -> None:
+        """float16 has no numbers below 2⁻²⁴, where many gradients are. So with train.dtype=float16
+        the loss is multiplied by a scale before backward, and the gradients are divided by it after
+        they are reduced (Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740, section 3.2):
+
+            norm is not finite            the scale was too large: it is halved, no update is made
+            GROWS_AFTER finite norms      the scale is doubled
+            in a row
+
+        A power of two changes no bit of what does not overflow or vanish. A step that overflows
+        while its loss is finite is not bad, unless the scale is 1 already or the step before was
+        bad.
+        """
         finite = (self.finite_in_a_row + 1) * ~overflows
         grows = finite >= GROWS_AFTER
         halved = (self.loss_scale / 2).clamp(min=1)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from costs.as_on_gpu import DEVICE, AsOnGpu
-from costs.events import Attention, pairs
+from costs.events import Attention, event_of, pairs
 from costs.recorder import Recorder
 from costs.setting import Setting
 from costs.summary import flops_per_token, model_flops
@@ -67,6 +67,24 @@ def test_tp_ranks_share_the_operations() -> None:
     whole, cut = (units(Setting(SMALL, LONG, tp=size)) for size in (1, 4))
     for one, part in zip(whole, cut, strict=True):
         assert model_flops(part) == model_flops(one) / 4
+
+
+@pytest.mark.parametrize(
+    ("name", "others", "passes"),
+    [
+        ("add.Tensor", 1, 3),
+        ("add_.Tensor", 1, 3),
+        ("addmm_.default", 2, 4),
+        ("copy_.default", 1, 2),
+    ],
+)
+def test_what_is_changed_in_place_is_read_and_written(name: str, others: int, passes: int) -> None:
+    """Bytes, in tensors. What is overwritten is not read."""
+    packet, overload = name.split(".")
+    operator = getattr(getattr(torch.ops.aten, packet), overload)
+    arguments = [torch.ones(4, 4) for _ in range(1 + others)]
+    event = event_of(operator, arguments, {}, operator(*arguments))
+    assert event.bytes == passes * arguments[0].nbytes  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("tp", [1, 2])

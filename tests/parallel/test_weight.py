@@ -7,8 +7,10 @@ from functools import partial
 
 import torch
 
+from model.matmul import Matmul
 from parallel.asynchronous import Start, Wait
 from parallel.collectives import ONE_RANK
+from parallel.tensor import join_narrow
 from parallel.weight_gradient import Job, Place, WeightGradient, deferring, run_jobs
 
 
@@ -77,3 +79,16 @@ def test_what_is_between_overlaps_in_forward_and_backward():
     there, back = ["wait"] * 2, ["start gradients"] * 2
     assert noted(True) == ["start", "product", *there, *back, "its gradient", "gradients"]
     assert noted(False) == ["start", *there, "product", "its gradient", *back, "gradients"]
+
+
+def test_narrow_layers_pass_over_dx_once():
+    """The input gradients of two narrow layers are one product. Control: with too few rows for what
+    is copied, they are two."""
+    weights = [torch.randn(width, 64, dtype=torch.float64) for width in (64, 8, 8)]
+    for rows, widths in ((256, [64, 16]), (8, [64, 8, 8])):
+        dys = [torch.randn(rows, 2, len(w), dtype=torch.float64) for w in weights]
+        products = join_narrow([*zip([Matmul() for _ in weights], dys, weights, strict=True)])
+        assert [weight.shape[0] for *_, weight in products] == widths
+        dx = sum(matmul.input_gradient(dy, weight) for matmul, dy, weight in products)
+        each = sum(dy @ weight for dy, weight in zip(dys, weights, strict=True))
+        torch.testing.assert_close(dx, each)
