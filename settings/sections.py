@@ -12,7 +12,7 @@ from parallel.activation import Mode
 
 # The most tokens in a micro-batch. A rank may have four times as many in a step: 2 GB of token ids.
 MAX_TOKENS = 2**26
-MAX_STEPS = 99_999_999  # a checkpoint's name has eight digits
+MAX_STEPS = 2**24  # updates are counted in float32, as torch's AdamW wants them
 
 
 @section("train")

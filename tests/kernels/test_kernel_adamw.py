@@ -12,6 +12,7 @@ from model.kernels.backend import INTERPRETED
 from model.kernels.gradient_norm import BLOCK as NORM_BLOCK
 from model.kernels.gradient_norm import square_sum
 from model.kernels.multi_tensor import prepare
+from settings.sections import MAX_STEPS
 from tests.kernels.device import DEVICE, DTYPES, KERNELS, randn
 
 SIZES = (1, 13, BLOCK, 0, BLOCK + 1, 997, 7, 5)
@@ -121,6 +122,15 @@ def test_gradients_may_start_anywhere_and_have_any_strides(kernels, dtype):
         state.update(theirs, kernels, norm=norm)
     for other in (odd, strided):
         assert same(aligned.tensors(), other.tensors())
+
+
+@each_kernel
+def test_updates_are_counted_up_to_the_last_step(kernels):
+    state = State(torch.float32)
+    state.step.fill_(MAX_STEPS - 2)
+    for count in (MAX_STEPS - 1, MAX_STEPS):
+        state.update(drawn(1, torch.float32), kernels)
+        assert int(state.step) == count
 
 
 @pytest.mark.parametrize(
