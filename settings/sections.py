@@ -61,8 +61,7 @@ class OptimizerConfig(WithKinds, name="training.optimizers"):
     min_lr_ratio: Annotated[float, between(0, 1)] = 0.1
     decay_steps: Whole = 0  # wsd only: number of last steps, in which the rate falls linearly
     # Store weights and moments in bfloat16, 6 instead of 12 bytes per parameter, with stochastic
-    # rounding (model/kernels/adamw.py). Reduced gradients are also in bfloat16, rounded to nearest;
-    # zero_stage 2 and 3 sum micro-batches in bfloat16.
+    # rounding (model/kernels/adamw.py). Reduced gradients are also in bfloat16, rounded to nearest.
     pure_bfloat16: bool = False
 
     def __post_init__(self) -> None:
