@@ -55,7 +55,9 @@ class WholeWeight:
         self.layer.use_weight(self.master)
         total, self.sum.total = self.sum.total, None
         if total is not None:
-            self.master.grad = as_dtensor_like(total.to(self.master.dtype), self.master)
+            # contiguous, as FSDP's: an all-reduce of two copies (pipeline/tied.py) ignores strides
+            total = total.to(self.master.dtype).contiguous()
+            self.master.grad = as_dtensor_like(total, self.master)
 
 
 class WholeWeights:

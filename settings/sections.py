@@ -12,7 +12,7 @@ from parallel.activation import Mode
 
 # The most tokens in a micro-batch. A rank may have four times as many in a step: 2 GB of token ids.
 MAX_TOKENS = 2**26
-MAX_STEPS = 99_999_999  # a checkpoint's name has eight digits
+MAX_STEPS = 2**24  # updates are counted in float32, as torch's AdamW wants them
 
 
 @section("train")
@@ -61,8 +61,7 @@ class OptimizerConfig(WithKinds, name="training.optimizers"):
     min_lr_ratio: Annotated[float, between(0, 1)] = 0.1
     decay_steps: Whole = 0  # wsd only: number of last steps, in which the rate falls linearly
     # Store weights and moments in bfloat16, 6 instead of 12 bytes per parameter, with stochastic
-    # rounding (model/kernels/adamw.py). Reduced gradients are also in bfloat16, rounded to nearest;
-    # zero_stage 2 and 3 sum micro-batches in bfloat16.
+    # rounding (model/kernels/adamw.py). Reduced gradients are also in bfloat16, rounded to nearest.
     pure_bfloat16: bool = False
 
     def __post_init__(self) -> None:

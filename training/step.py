@@ -41,7 +41,7 @@ class StepResult:
     grad_norm: Tensor  # before clipping
     updates: Tensor  # number of updates so far: steps minus those that the guard skipped
     bad_in_a_row: Tensor  # number of consecutive bad steps, up to this one
-    loss_scale: Tensor  # of the next step (training/guard.py)
+    loss_scale: Tensor  # by which this step's loss was multiplied (training/guard.py)
     loads: Loads | None  # of experts; None: the model has none
     largest_logit: Tensor | None  # as last measured (training/qk_clip.py); None: not yet, or never
 
@@ -100,12 +100,13 @@ class TrainStep:
             self.qk_clip.begin(step)
         loss, norm = self.forward_backward(tokens, targets)
         lr = learning_rate(step, self.phase, self.config.optimizer)
+        scale = self.guard.loss_scale  # before the guard changes it
         norm_or_inf = self.guard(loss, norm)  # inf: the optimizer changes nothing
         self.optimizer.step(lr, norm_or_inf, self.config.optimizer.grad_clip)
         loads = None if self.balance is None else self.balance(norm_or_inf)
         logit = None if self.qk_clip is None else self.qk_clip(norm_or_inf)
         updates, bad = self.optimizer.updates, self.guard.bad_in_a_row
-        return StepResult(lr, loss, norm, updates, bad, self.guard.loss_scale, loads, logit)
+        return StepResult(lr, loss, norm, updates, bad, scale, loads, logit)
 
     def forward_backward(
         self, tokens: Tensor, targets: Tensor, deterministic: bool = False

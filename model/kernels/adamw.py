@@ -76,7 +76,7 @@ def adamw(
 
     Args:
         p, m, v: weights, first and second moments, contiguous.
-        g: gradients; their contents are overwritten.
+        g: gradients, of any strides; their contents may be overwritten.
         decays: the weight decay of each tensor.
         locations: of each tensor; used for bfloat16 only.
         step: the number of updates so far, a float32 scalar on the tensors' device; incremented,
@@ -89,9 +89,9 @@ def adamw(
     scalars = _scalars(step, norm, applied, rates)
     rounded = list(locations) if p[0].dtype == torch.bfloat16 else []
     shrink = [rates.lr * decay for decay in decays]
+    g = [gradient.contiguous() for gradient in g]  # torch's kernel for CPUs ignores strides, too
     if use_triton(p[0], kernels):
         flat = [number for location in rounded for number in location]
-        g = [gradient.contiguous() for gradient in g]
         torch.ops.lattice.adamw(p, g, m, v, scalars, shrink, *rates.betas, rates.eps, flat)
     elif rounded:
         for i, location in enumerate(rounded):

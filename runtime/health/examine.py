@@ -78,6 +78,7 @@ class Suspect:
     """A step that is examined."""
 
     batch: tuple[Tensor, Tensor]  # this rank's rows, tokens and targets [rows, S]
+    loss_scale: Tensor  # of the step, as of `StepResult`
     loss: float | None = None  # as the step had them; None: they were not wrong
     norm: float = 0.0
     is_exact: bool = True  # the weights are those of the step
@@ -94,7 +95,16 @@ class Verdict:
 
 
 def examine(train: TrainStep, suspect: Suspect) -> Verdict:
-    """Compute the step again; every rank calls it between steps, when it has no gradients."""
+    """Compute the step again, at its loss scale; every rank calls it between steps, when it has no
+    gradients."""
+    guard = train.guard
+    of_next, guard.loss_scale = guard.loss_scale, suspect.loss_scale
+    verdict = _examine(train, suspect)
+    guard.loss_scale = of_next
+    return verdict
+
+
+def _examine(train: TrainStep, suspect: Suspect) -> Verdict:
     mesh, batch = train.mesh, suspect.batch
     first, again = compute(train, *batch), compute(train, *batch)
     exchanged = compute(train, *(passed_on(part, train, +1) for part in batch))
@@ -217,8 +227,7 @@ def make_copies_equal(train: TrainStep) -> None:
 
 
 def _overflowed(loss: float, norm: float, scale: float) -> bool:
-    """Whether float16 overflowed in a step, `scale` being that of the next: computed again at this,
-    which is half as large, it would not."""
+    """Whether float16 overflowed in a step because its loss scale was too large."""
     return scale > 1 and math.isfinite(loss) and not math.isfinite(norm)
 
 
@@ -250,11 +259,12 @@ class Examination(Listener):
         ]
         if not bad or run.step < self.next_step:
             return
-        loss, norm, skipped, _ = read[bad[-1]]
+        (batch, result), (loss, norm, skipped, _) = steps[bad[-1]], read[bad[-1]]
         number = run.step - len(steps) + 1 + bad[-1]
         cause = f"step {number} had loss {loss:.6g} and gradient norm {norm:.6g}"
         is_exact = bool(skipped) and bad[-1] == len(steps) - 1
-        verdict = self._examine(run, cause, Suspect(steps[bad[-1]][0], loss, norm, is_exact))
+        suspect = Suspect(batch, result.loss_scale, loss, norm, is_exact)
+        verdict = self._examine(run, cause, suspect)
         if verdict.is_sure:
             raise self._failure(cause, verdict)
 
@@ -272,7 +282,7 @@ class Examination(Listener):
         """Examine the last step after copies were found to differ. The state is then unusable;
         returns the error that ends the run."""
         make_copies_equal(self.train)
-        verdict = self._examine(run, "copies differ", Suspect(run.batch))
+        verdict = self._examine(run, "copies differ", Suspect(run.batch, run.result.loss_scale))
         return self._failure(str(found), verdict)
 
     def _failure(self, cause: str, verdict: Verdict) -> FaultyMachine:

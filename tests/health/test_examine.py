@@ -34,6 +34,7 @@ from tests.health.faulty_runs import Fault, faulty_run, flip, flip_a_bit, run_wi
 from tests.planted import planted
 from tests.runs import events_of, losses, names, said_by, status_of, write_config
 from tests.steps import make_step, rows_of
+from training.guard import GROWS_AFTER, WINDOW
 from training.step import TrainStep
 
 OTHERS = [
@@ -142,8 +143,7 @@ def test_the_verdict_on_each_suspicion(ranks, data, tmp_path):
 
 @pytest.mark.parametrize(("scale", "is_examined"), [(2.0, False), (1.0, True)])
 def test_an_overflow_of_float16_is_not_examined(scale, is_examined):
-    """Not even after a bad step: at the halved scale it would not come again, which would be taken
-    for a transient fault."""
+    """Not even after a bad step: the scale was too large, which is no fault of a machine."""
     judge, overflow = Examination.__new__(Examination), (5.0, math.inf, 2.0, scale)
     judge.steps, judge.norms, judge.next_step = deque(), deque([1.0]), 0
     judge._examine = Mock(return_value=Verdict("transient", ""))
@@ -151,6 +151,32 @@ def test_an_overflow_of_float16_is_not_examined(scale, is_examined):
     found = SimpleNamespace(**dict(zip(names, map(torch.tensor, overflow), strict=True)))
     judge.after_step(SimpleNamespace(batch=(), result=found, step_seconds=1.0, step=7))
     assert judge._examine.called == is_examined
+
+
+def verdicts_after_a_scale_grew() -> list[str]:
+    """A spike in the last step before the scale doubles, to one at which gradients overflow: the
+    verdicts of a repetition at the step's scale and, as a control, at the next."""
+    train = make_step(Case(MeshSizes(), dtype="float16", num_microbatches=1))
+    rows, guard = tuple(rows_of(train)), train.guard
+    # the norm is about 2, so at 2¹⁰ nothing overflows, and at 2³⁰ all does
+    for exponent in range(10, 31):
+        guard.loss_scale = torch.tensor(2.0**exponent)
+        if not compute(train, *rows).norm < math.inf:
+            break
+    guard.loss_scale = last = guard.loss_scale / 2
+    guard.restore([0.1, 0.2] * WINDOW, 0, (last.item(), GROWS_AFTER - 1))
+    result = train(0, *rows)
+    assert (result.bad_in_a_row, result.loss_scale, guard.loss_scale) == (1, last, 2 * last)
+    found = []
+    for scale in (result.loss_scale, guard.loss_scale):
+        suspect = Suspect(rows, scale, result.loss.item(), result.grad_norm.item())
+        found.append(examine.examine(train, suspect).verdict)
+        assert guard.loss_scale == 2 * last
+    return found
+
+
+def test_a_step_in_float16_is_computed_again_at_its_scale(ranks):
+    assert ranks.run(verdicts_after_a_scale_grew, 1) == [["reproducible", "transient"]]
 
 
 def test_a_step_that_ended_a_start_is_never_examined_again(tmp_path):
@@ -208,14 +234,14 @@ def test_copies_that_differ_are_examined_and_not_saved(ranks, data, tmp_path, fa
 def test_a_compiled_model_has_no_products_to_compare():
     now = Computed(2.0, 1.0, torch.zeros(0, 2, dtype=torch.int64))
     train = SimpleNamespace(mesh=SimpleNamespace(device="cpu"))
-    rows = torch.zeros(1), torch.zeros(1)
-    found = examine._compare_with_step(train, Suspect(rows), now)
+    rows, one = (torch.zeros(1), torch.zeros(1)), torch.ones(())
+    found = examine._compare_with_step(train, Suspect(rows, one), now)
     assert (found.verdict, "train.compile" in found.why) == ("not examined", True)
-    found = examine._compare_with_step(train, Suspect(rows, 2.0, 1.0), now)
+    found = examine._compare_with_step(train, Suspect(rows, one, 2.0, 1.0), now)
     assert (found.verdict, "train.compile" in found.why) == ("reproducible", True)
     # control: products that agree
     now.products = torch.ones(1, 2, dtype=torch.int64)
-    found = examine._compare_with_step(train, Suspect(rows), now)
+    found = examine._compare_with_step(train, Suspect(rows, one), now)
     assert (found.verdict, "all ranks agree" in found.why) == ("transient", True)
 
 
@@ -249,7 +275,7 @@ def verdicts_on(case: Case) -> list[tuple[list[int], bool]]:
         if dist.get_rank() in faulty:
             wrap(dict([next(iter(linear_layers(train).items()))]), flips)
         with patch.object(examine, "_repeats_bits", lambda _, answer=repeats: answer):
-            verdict = examine.examine(train, Suspect((tokens, targets)))
+            verdict = examine.examine(train, Suspect((tokens, targets), train.guard.loss_scale))
         assert verdict.verdict == "persistent"
         assert all(weight.parameter.grad is None for weight in train.weights)
         found.append((verdict.ranks, verdict.is_sure))

@@ -12,7 +12,8 @@ from model.kernels.backend import INTERPRETED
 from model.kernels.gradient_norm import BLOCK as NORM_BLOCK
 from model.kernels.gradient_norm import square_sum
 from model.kernels.multi_tensor import prepare
-from tests.kernels.device import DEVICE, DTYPES, KERNELS, NEEDS_TRITON, randn
+from settings.sections import MAX_STEPS
+from tests.kernels.device import DEVICE, DTYPES, KERNELS, randn
 
 SIZES = (1, 13, BLOCK, 0, BLOCK + 1, 997, 7, 5)
 DECAYS = [0.1, 0.0] * 4
@@ -105,20 +106,31 @@ def test_the_comparison_sees_a_wrong_bias_correction(kernels):
     assert worst(state.p, expected[0]) > 1e-4
 
 
-@NEEDS_TRITON
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_may_start_anywhere_and_have_any_strides(dtype):
+@each_kernel
+def test_gradients_may_start_anywhere_and_have_any_strides(kernels, dtype):
     aligned, odd, strided = State(dtype), State(dtype), State(dtype)
     gradients = drawn(1, dtype)
+    norm = norm_of(gradients)
     buffer = torch.cat([torch.zeros(1, dtype=dtype), *gradients])
     views = list(buffer[1:].split(SIZES))
     wide = [torch.stack((g, g), dim=1)[:, 0] for g in gradients]
-    assert prepare([gradients], [], BLOCK).aligned
-    assert not prepare([views], [], BLOCK).aligned
+    if kernels == "triton":
+        assert prepare([gradients], [], BLOCK).aligned
+        assert not prepare([views], [], BLOCK).aligned
     for state, theirs in ((aligned, gradients), (odd, views), (strided, wide)):
-        state.update(theirs, "triton")
+        state.update(theirs, kernels, norm=norm)
     for other in (odd, strided):
         assert same(aligned.tensors(), other.tensors())
+
+
+@each_kernel
+def test_updates_are_counted_up_to_the_last_step(kernels):
+    state = State(torch.float32)
+    state.step.fill_(MAX_STEPS - 2)
+    for count in (MAX_STEPS - 1, MAX_STEPS):
+        state.update(drawn(1, torch.float32), kernels)
+        assert int(state.step) == count
 
 
 @pytest.mark.parametrize(

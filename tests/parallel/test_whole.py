@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from parallel.axes import MeshSizes
@@ -108,6 +109,29 @@ def test_the_gradient_of_no_weight_is_rounded_before_it_is_added(ranks, name):
         for (name, a), (_, b) in zip(chain(*many), chain(*few), strict=True):
             error = ((a - b).norm() / b.norm()).item()
             assert (error > 1e-5) == rounded, name
+
+
+def turned(case):
+    """As `train`, but gradients of the last rank lie in memory column by column, as einsum's do."""
+    add = WeightGradient._add
+
+    def add_turned(self, dw, times=None):
+        is_last = dist.get_rank() == dist.get_world_size() - 1
+        add(self, dw.t().contiguous().t() if is_last and dw.ndim == 2 else dw, times)
+
+    def product(self, matmul, dy, x):
+        self._add(matmul.weight_gradient(dy, x))
+
+    with patch.multiple(WeightGradient, _add=add_turned, add_product=product):
+        return train(case, SETTINGS["float32"])
+
+
+def test_gradients_may_have_any_strides(ranks):
+    """Also of a tied embedding, whose copies are on two ranks."""
+    case = replace(PIPELINE, tie_embeddings=True, num_microbatches=2)
+    plain, other = ranks.run(train, 2, case, SETTINGS["float32"]), ranks.run(turned, 2, case)
+    for a, b in zip(chain(*plain), chain(*other), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def forgets(name):
