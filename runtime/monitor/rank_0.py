@@ -4,6 +4,7 @@ and waits for it at the end."""
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,12 @@ from settings.config import Config
 # Once a stop was requested or the run has failed: the job's next start is more urgent, and the
 # monitor ends by itself.
 BRIEF_SECONDS = 3.0
+# Variables that make a process a rank, or lead it to this run's launcher. With them, a command such
+# as tools.evaluate would join the run's store as a second rank 0, or end torchrun.
+OF_RANK = re.compile(
+    r"((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|(TORCHELASTIC|PET)_.*"
+    r"|LATTICE_STOP_FILE"
+)
 
 
 class Monitor:
@@ -130,6 +137,7 @@ def start_monitor(told: dict[str, Any]) -> "subprocess.Popen[bytes]":
         cwd=Path(__file__).parents[2],  # this repository
         stdin=subprocess.PIPE,
         bufsize=0,
+        env={name: value for name, value in os.environ.items() if not OF_RANK.fullmatch(name)},
         start_new_session=True,
     )
     assert process.stdin is not None

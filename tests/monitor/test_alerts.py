@@ -224,6 +224,26 @@ def test_an_end_waits_for_the_monitor_no_longer_than_stated(monkeypatch):
             told.process.kill()
 
 
+# of a rank, by torchrun (torch 2.13) and the job script
+OF_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+           "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
+           "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE",
+           "TORCHELASTIC_MAX_RESTARTS", "PET_LOG_DIR", "LATTICE_STOP_FILE")  # fmt: skip
+
+
+def test_a_command_is_no_rank_of_the_run(tmp_path, monkeypatch):
+    """What else rank 0 has in its environment, a command gets too: the key of a store, say."""
+    for name in (*OF_RANK, "LOCAL_SCRATCH", "AWS_ENDPOINT_URL"):
+        monkeypatch.setenv(name, "x")
+    with FedMonitor(tmp_path, on_event="sh -c 'env >environment'") as monitor:
+        monitor.start()
+        monitor.end()
+    lines = (tmp_path / "environment").read_text().splitlines()
+    found = {line.partition("=")[0] for line in lines}
+    assert not found & {*OF_RANK}
+    assert {"LATTICE_EVENT", "LOCAL_SCRATCH", "AWS_ENDPOINT_URL"} <= found  # control
+
+
 def test_what_fails_for_one_line_is_said_and_the_next_is_heard(tmp_path, monkeypatch, capsys):
     """And an alarm that was lost is recorded."""
     note = Mock(side_effect=[KeyError("rank"), KeyError("rank"), None])
