@@ -101,22 +101,24 @@ class Monitor:
             self.process = None
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if self.process is None:
-            return
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()  # the monitor sees the end of the pipe
         finished, checkpoint = error is None and self._has_finished, self.config.checkpoint
         seconds = ENDING_SECONDS + END_EVENT_SECONDS if finished else BRIEF_SECONDS
         if finished and checkpoint.after_commit:
             seconds += checkpoint.after_commit_minutes * 60
-        began = time.monotonic()
-        while self.process.poll() is None and time.monotonic() - began < seconds:
-            seconds = min(seconds, BRIEF_SECONDS) if self.signals.heard else seconds
-            time.sleep(0.02)
-        if finished and checkpoint.after_commit:
+        if self.process is not None:
+            self._wait(self.process, seconds)
+        if finished and checkpoint.after_commit:  # also where the monitor has died
             with contextlib.suppress(OSError):  # a run that has finished has finished
                 self._add_to_status()
+
+    def _wait(self, process: "subprocess.Popen[bytes]", seconds: float) -> None:
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.close()  # the monitor sees the end of the pipe
+        began = time.monotonic()
+        while process.poll() is None and time.monotonic() - began < seconds:
+            seconds = min(seconds, BRIEF_SECONDS) if self.signals.heard else seconds
+            time.sleep(0.02)
 
     def _add_to_status(self) -> None:
         """Add to status.json for which checkpoints the command has not succeeded."""

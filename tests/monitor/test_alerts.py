@@ -15,8 +15,9 @@ from unittest.mock import Mock
 
 import pytest
 
+from runtime.checkpoint.folder import MANIFEST
 from runtime.log.events import read_events
-from runtime.log.status import write_status
+from runtime.log.status import read_status, write_status
 from runtime.monitor import rank_0
 from runtime.monitor.alarms import ALWAYS, TEMPLATES, Series
 from runtime.monitor.process import END_EVENT_SECONDS, ENDING_SECONDS, MonitorProcess
@@ -222,6 +223,23 @@ def test_an_end_waits_for_the_monitor_no_longer_than_stated(monkeypatch):
             told.__exit__(None, None, None)
             assert 0.1 < time.monotonic() - began < 10
             told.process.kill()
+
+
+@pytest.mark.parametrize("is_noticed", [False, True])
+def test_a_finished_run_says_what_a_dead_monitor_has_left(tmp_path, is_noticed):
+    told = Told()
+    told.config, told.signals = Mock(), Mock(heard=False)
+    told.config.run.dir, told.config.checkpoint.after_commit_minutes = tmp_path, 1.0
+    (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000004" / MANIFEST).write_text('{"sha256": "a"}')
+    write_status(tmp_path, "finished", 4, "all steps done")
+    if is_noticed:
+        os.close(told.read)
+    told.tell({"event": {"event": "end", "state": "finished"}})
+    assert (told.process is None) == is_noticed
+    told.__exit__(None, None, None)
+    left = {"done_step": None, "pending": ["step-00000004"]}
+    assert read_status(tmp_path).get("after_commit") == left
 
 
 # of a rank, by torchrun (torch 2.13) and the job script
