@@ -26,7 +26,10 @@ PROGRAMS = {
         tools.slurm_next) exec {sys.executable} "$@" ;;
         *) eval "$TRAINING" ;;
         esac""",
+    # unless it exports all, a step gets Slurm's variables only (here also those of these programs)
     "srun": 'echo "$@" >>steps; '
+    '[ "${SLURM_EXPORT_ENV:-ALL}" = ALL ] || for name in $(compgen -e); do '
+    '[[ $name = @(SLURM*|PATH|PYTHON*|TRAINING) ]] || unset "$name"; done; '
     'while [ $# -gt 0 ] && [[ $1 != @(bash|apptainer) ]]; do shift; done; exec "$@"',
     "apptainer": '[ "$1 $2 $3 $5 $7" = "exec --nv --bind --pwd tiny.sif" ] && exec "${@:8}"',
     "scontrol": '[ "$1" != show ] || exec echo n3; echo "$@" >>calls; exit ${REQUEUE:-0}',
@@ -175,6 +178,14 @@ def test_what_the_site_has_set(job):
     assert job.ends("exit 1", BASH_COMPAT="50", TMPDIR="/proc") == 1
     assert job.read("calls") == "requeue 7\n"
     assert {"--kill-on-bad-exit=0", "--wait=0"} <= {*job.read("steps").splitlines()[0].split()}
+
+
+def test_what_a_step_gets(job):
+    """What the script exports, also if it was submitted without variables."""
+    says = 'echo "$LATTICE_STOP_FILE $PET_LOG_DIR $NCCL_IB_TIMEOUT" >step; '
+    assert job.ends(says + FINISH, SLURM_EXPORT_ENV="NONE") == 0
+    logs = job.folder / "run" / "logs" / "7.0"
+    assert job.read("step") == f"{logs}/STOP {logs}/n3 22\n"
 
 
 def test_every_try_has_its_first_failure(tmp_path):
