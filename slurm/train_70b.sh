@@ -58,6 +58,8 @@ preflight_seconds=${PREFLIGHT_SECONDS:-55}
 max_restarts=3 # of all ranks, in place, when one fails: takes seconds, a requeue takes minutes
 
 set -euo pipefail
+# Every step gets what this script exports, also if the job was submitted with --export=NONE, or a list.
+export SLURM_EXPORT_ENV=ALL
 cd "$SLURM_SUBMIT_DIR" # $0 is a copy in Slurm's spool folder
 if [ $# -eq 0 ]; then set -- configs/llama3_70b.yaml; fi
 

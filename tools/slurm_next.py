@@ -34,14 +34,18 @@ def what_next(logs: Path, status: int | None) -> tuple[int, str]:
         status: with which training ended; None: it does not end in time, or it did not begin. It
             may be that of a node which died, or failed after the run had ended.
     """
-    # the mark of ranks that were refused, who have stopped torchrun (runtime/exit.py)
-    if status and any(logs.glob("*/*/attempt_*/refused")):
-        return 2, "refused: and the next start would be, too"
     file = logs.parent.parent / "status.json"  # after a failure, perhaps an older start's
     ended: dict[str, Any] = {}
     if status == 0 or (status and _modified(file) > _modified(logs / "nodes")):
         ended = json_object(content(file))
     state, why = ended.get("state", "at an unknown point"), str(ended.get("reason", ""))
+    # The marks of ranks that were refused, who have stopped torchrun (runtime/exit.py). If that was
+    # a displaced rank 0, the others may have gone on, and ended properly later. A later failure
+    # does not tell: it may be that of a rank 0 that lost its connection to the rank refused.
+    marks = [_modified(mark) for mark in logs.glob("*/*/attempt_*/refused")]
+    has_gone_on = state in ("finished", "requeue") and _modified(file) > max(marks, default=0.0)
+    if status and marks and not has_gone_on:
+        return 2, "refused: and the next start would be, too"
     if state == "finished":
         return 0, "finished"
     if state == "requeue":

@@ -4,6 +4,7 @@ and waits for it at the end."""
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,12 @@ from settings.config import Config
 # Once a stop was requested or the run has failed: the job's next start is more urgent, and the
 # monitor ends by itself.
 BRIEF_SECONDS = 3.0
+# Variables that make a process a rank, or lead it to this run's launcher. With them, a command such
+# as tools.evaluate would join the run's store as a second rank 0, or end torchrun.
+OF_RANK = re.compile(
+    r"((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|(TORCHELASTIC|PET)_.*"
+    r"|LATTICE_STOP_FILE"
+)
 
 
 class Monitor:
@@ -94,22 +101,24 @@ class Monitor:
             self.process = None
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if self.process is None:
-            return
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()  # the monitor sees the end of the pipe
         finished, checkpoint = error is None and self._has_finished, self.config.checkpoint
         seconds = ENDING_SECONDS + END_EVENT_SECONDS if finished else BRIEF_SECONDS
         if finished and checkpoint.after_commit:
             seconds += checkpoint.after_commit_minutes * 60
-        began = time.monotonic()
-        while self.process.poll() is None and time.monotonic() - began < seconds:
-            seconds = min(seconds, BRIEF_SECONDS) if self.signals.heard else seconds
-            time.sleep(0.02)
-        if finished and checkpoint.after_commit:
+        if self.process is not None:
+            self._wait(self.process, seconds)
+        if finished and checkpoint.after_commit:  # also where the monitor has died
             with contextlib.suppress(OSError):  # a run that has finished has finished
                 self._add_to_status()
+
+    def _wait(self, process: "subprocess.Popen[bytes]", seconds: float) -> None:
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.close()  # the monitor sees the end of the pipe
+        began = time.monotonic()
+        while process.poll() is None and time.monotonic() - began < seconds:
+            seconds = min(seconds, BRIEF_SECONDS) if self.signals.heard else seconds
+            time.sleep(0.02)
 
     def _add_to_status(self) -> None:
         """Add to status.json for which checkpoints the command has not succeeded."""
@@ -130,6 +139,7 @@ def start_monitor(told: dict[str, Any]) -> "subprocess.Popen[bytes]":
         cwd=Path(__file__).parents[2],  # this repository
         stdin=subprocess.PIPE,
         bufsize=0,
+        env={name: value for name, value in os.environ.items() if not OF_RANK.fullmatch(name)},
         start_new_session=True,
     )
     assert process.stdin is not None

@@ -15,8 +15,9 @@ from unittest.mock import Mock
 
 import pytest
 
+from runtime.checkpoint.folder import MANIFEST
 from runtime.log.events import read_events
-from runtime.log.status import write_status
+from runtime.log.status import read_status, write_status
 from runtime.monitor import rank_0
 from runtime.monitor.alarms import ALWAYS, TEMPLATES, Series
 from runtime.monitor.process import END_EVENT_SECONDS, ENDING_SECONDS, MonitorProcess
@@ -222,6 +223,43 @@ def test_an_end_waits_for_the_monitor_no_longer_than_stated(monkeypatch):
             told.__exit__(None, None, None)
             assert 0.1 < time.monotonic() - began < 10
             told.process.kill()
+
+
+@pytest.mark.parametrize("is_noticed", [False, True])
+def test_a_finished_run_says_what_a_dead_monitor_has_left(tmp_path, is_noticed):
+    told = Told()
+    told.config, told.signals = Mock(), Mock(heard=False)
+    told.config.run.dir, told.config.checkpoint.after_commit_minutes = tmp_path, 1.0
+    (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000004" / MANIFEST).write_text('{"sha256": "a"}')
+    write_status(tmp_path, "finished", 4, "all steps done")
+    if is_noticed:
+        os.close(told.read)
+    told.tell({"event": {"event": "end", "state": "finished"}})
+    assert (told.process is None) == is_noticed
+    told.__exit__(None, None, None)
+    left = {"done_step": None, "pending": ["step-00000004"]}
+    assert read_status(tmp_path).get("after_commit") == left
+
+
+# of a rank, by torchrun (torch 2.13) and the job script
+OF_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+           "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
+           "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE",
+           "TORCHELASTIC_MAX_RESTARTS", "PET_LOG_DIR", "LATTICE_STOP_FILE")  # fmt: skip
+
+
+def test_a_command_is_no_rank_of_the_run(tmp_path, monkeypatch):
+    """What else rank 0 has in its environment, a command gets too: the key of a store, say."""
+    for name in (*OF_RANK, "LOCAL_SCRATCH", "AWS_ENDPOINT_URL"):
+        monkeypatch.setenv(name, "x")
+    with FedMonitor(tmp_path, on_event="sh -c 'env >environment'") as monitor:
+        monitor.start()
+        monitor.end()
+    lines = (tmp_path / "environment").read_text().splitlines()
+    found = {line.partition("=")[0] for line in lines}
+    assert not found & {*OF_RANK}
+    assert {"LATTICE_EVENT", "LOCAL_SCRATCH", "AWS_ENDPOINT_URL"} <= found  # control
 
 
 def test_what_fails_for_one_line_is_said_and_the_next_is_heard(tmp_path, monkeypatch, capsys):

@@ -238,10 +238,12 @@ def test_an_array_of_jobs(cluster, data, tmp_path):
 
 def test_a_spare_node_does_not_train(cluster, data, tmp_path):
     run = Run(cluster, tmp_path / "it", data, train={"steps": 2, "micro_batch_size": 1})
-    run.submit(SPARE_NODES="1")
+    # only these reach the script, but all that it exports reaches its steps
+    run.submit(f"--export={','.join(VARIABLES)},SPARE_NODES", SPARE_NODES="1")
     cluster.wait_until_ended(run.job, "COMPLETED")
     assert "preflight passed: 1 nodes, without n2" in run.log
     assert run.status["state"] == "finished"
+    assert list((run.folder / "run" / "logs").glob("*/n1/*/attempt_0/0/stderr.log"))
 
 
 # --- a job whose number of nodes changes ----------------------------------------------------------

@@ -26,7 +26,10 @@ PROGRAMS = {
         tools.slurm_next) exec {sys.executable} "$@" ;;
         *) eval "$TRAINING" ;;
         esac""",
+    # unless it exports all, a step gets Slurm's variables only (here also those of these programs)
     "srun": 'echo "$@" >>steps; '
+    '[ "${SLURM_EXPORT_ENV:-ALL}" = ALL ] || for name in $(compgen -e); do '
+    '[[ $name = @(SLURM*|PATH|PYTHON*|TRAINING) ]] || unset "$name"; done; '
     'while [ $# -gt 0 ] && [[ $1 != @(bash|apptainer) ]]; do shift; done; exec "$@"',
     "apptainer": '[ "$1 $2 $3 $5 $7" = "exec --nv --bind --pwd tiny.sif" ] && exec "${@:8}"',
     "scontrol": '[ "$1" != show ] || exec echo n3; echo "$@" >>calls; exit ${REQUEUE:-0}',
@@ -177,6 +180,14 @@ def test_what_the_site_has_set(job):
     assert {"--kill-on-bad-exit=0", "--wait=0"} <= {*job.read("steps").splitlines()[0].split()}
 
 
+def test_what_a_step_gets(job):
+    """What the script exports, also if it was submitted without variables."""
+    says = 'echo "$LATTICE_STOP_FILE $PET_LOG_DIR $NCCL_IB_TIMEOUT" >step; '
+    assert job.ends(says + FINISH, SLURM_EXPORT_ENV="NONE") == 0
+    logs = job.folder / "run" / "logs" / "7.0"
+    assert job.read("step") == f"{logs}/STOP {logs}/n3 22\n"
+
+
 def test_every_try_has_its_first_failure(tmp_path):
     """An agent counts only the restarts that its own ranks have caused, and n3 joins late."""
     starts = {"n1": {0: 0, 1: 0, 2: 1}, "n2": {0: 0, 1: 0, 2: 0}, "n3": {1: 0, 2: 1}}
@@ -194,6 +205,7 @@ def test_every_try_has_its_first_failure(tmp_path):
     assert re.findall(r"try (\d): rank (\d) on (n\d)", told) == [("0", "0", "n1"), ("1", "1", "n2")]
 
 
+REFUSED = (2, "refused: and the next start would be, too")
 STOP = {"state": "requeue", "reason": "the file STOP was found"}
 
 
@@ -229,6 +241,31 @@ def test_the_status_of_a_dead_node(tmp_path):
     os.utime(tmp_path / "run" / "status.json")
     os.utime(logs / "nodes", (1.0, 1.0))
     assert what_next(logs, 137) == (0, "stopped: the file STOP was found")
+
+
+@pytest.mark.parametrize(
+    ("state", "written", "refused", "expected"),  # status.json, its time, and that of the mark
+    [
+        ("finished", 30.0, 20.0, (0, "finished")),  # after a rank 0 was displaced
+        ("finished", 20.0, 30.0, REFUSED),
+        ("finished", 5.0, 20.0, REFUSED),  # of a start before
+        (None, None, 20.0, REFUSED),
+        # of another rank's refusal, rank 0 knows only that it has lost a connection
+        ("failed", 30.0, 20.0, REFUSED),
+    ],
+)  # fmt: skip
+def test_a_refusal_is_final_unless_the_run_went_on(tmp_path, state, written, refused, expected):
+    logs, status = logs_of(tmp_path, 0, {"state": state}), tmp_path / "run" / "status.json"
+    mark = logs / "n3" / "x" / "attempt_0" / "refused"
+    mark.parent.mkdir(parents=True)
+    mark.touch()
+    os.utime(logs / "nodes", (10.0, 10.0))
+    os.utime(mark, (refused, refused))
+    if written is None:
+        status.unlink()
+    else:
+        os.utime(status, (written, written))
+    assert what_next(logs, 137) == expected
 
 
 def test_starts_without_a_checkpoint(tmp_path, monkeypatch):
