@@ -129,7 +129,7 @@ class Mixture:
                 raise UserError("data.path", str(other.folder), why, remedy)
         self.vocab_size, self.bos_id = first.vocab_size, first.bos_id
         self.tokenizer_path, self.tokenizer_sha256 = first.tokenizer_path, first.tokenizer_sha256
-        self._tokenizer: dict[str, bytes] = {}  # as last read and compared
+        self.tokenizer: dict[str, bytes] = {}  # its files, as `read_tokenizer` last read them
         checksums = [source.checksum for source in self.sources]
         self.checksum = first.checksum
         if len(checksums) > 1:
@@ -147,7 +147,7 @@ class Mixture:
         path, wanted = self.tokenizer_path, self.tokenizer_sha256
         try:
             files = {name: file.read_bytes() for name, file in tokenizer_files(path).items()}
-            if files == self._tokenizer:  # to parse a large one takes half a second
+            if files == self.tokenizer:  # to parse a large one takes half a second
                 return files
             found = Tokenizer(files, str(path)).sha256
             why = f"the data was prepared with another tokenizer (sha256 {wanted[:12]}…, this one "
@@ -157,7 +157,7 @@ class Mixture:
         if why:
             remedy = "put the data's own back (each checkpoint trained on it has a copy), or "
             raise UserError("data.path", str(path), why, f"{remedy}prepare the data again")
-        self._tokenizer = files
+        self.tokenizer = files
         return files
 
 

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from data.dataset import Mixture
-from errors import RunFailed, exists
+from errors import RunFailed, UserError, exists
 from parallel.disk import ranges_of_size
 from parallel.placement import as_dtensor_like
 from runtime.checkpoint.folder import (
@@ -276,7 +276,12 @@ class Saver:
     ) -> None:
         """On rank 0, add the tokenizer and trainer state, and make the partial folder a
         checkpoint."""
-        tokenizer = self.data.read_tokenizer()  # raises if the folder has another meanwhile
+        try:
+            tokenizer = self.data.read_tokenizer()
+        except (UserError, OSError) as error:  # the folder may have another one meanwhile
+            if not (tokenizer := self.data.tokenizer):
+                raise
+            log(f"warning: the checkpoint gets the tokenizer that was read before: {error}")
         for name, content in tokenizer.items():
             (partial / name).write_bytes(content)
             sync(partial / name)
