@@ -62,10 +62,21 @@ def raise_passing(error: Exception) -> None:
 
 def is_file(path: Path) -> bool:
     """As path.is_file(), which from Python 3.14 on takes every error for no."""
+    return stat.S_ISREG(_mode(path))
+
+
+def exists(path: Path) -> bool:
+    """Likewise."""
+    return _mode(path) > 0
+
+
+def _mode(path: Path) -> int:
     try:
-        return stat.S_ISREG(path.stat().st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+        return path.stat().st_mode
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return 0
 
 
 class RunFailed(Exception):

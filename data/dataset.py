@@ -17,7 +17,7 @@ import numpy as np
 
 from data.config import DataConfig
 from data.shards import DTYPES, FORMAT, REMEDY, VERSION, map_tokens
-from data.tokenizer import JSON, MODEL, Tokenizer
+from data.tokenizer import JSON, MODEL, Tokenizer, tokenizer_files
 from errors import UserError, is_file, raise_passing
 
 MAPPED_SHARDS = 1 << 15  # at most, of all data; Linux allows a process 65,530 mappings
@@ -89,7 +89,7 @@ class TokenDataset:
     @property
     def tokenizer_path(self) -> Path:
         """The tokenizer file in the folder, with which the data was prepared. It may be missing."""
-        found = (self.folder / name for name in (MODEL, JSON) if (self.folder / name).is_file())
+        found = (self.folder / name for name in (MODEL, JSON) if is_file(self.folder / name))
         return next(found, self.folder / MODEL)
 
     def window(self, start: int, length: int) -> np.ndarray:
@@ -128,7 +128,8 @@ class Mixture:
                 remedy = "prepare all sources with the same tokenizer"
                 raise UserError("data.path", str(other.folder), why, remedy)
         self.vocab_size, self.bos_id = first.vocab_size, first.bos_id
-        self.tokenizer_path = first.tokenizer_path
+        self.tokenizer_path, self.tokenizer_sha256 = first.tokenizer_path, first.tokenizer_sha256
+        self.tokenizer: dict[str, bytes] = {}  # its files, as `read_tokenizer` last read them
         checksums = [source.checksum for source in self.sources]
         self.checksum = first.checksum
         if len(checksums) > 1:
@@ -137,6 +138,27 @@ class Mixture:
         nats = [source.unigram_nats_per_token for source in self.sources]
         mean = None if None in nats else float(np.average(nats, weights=self.weights))
         self.unigram_nats_per_token: float | None = mean
+
+    def read_tokenizer(self) -> dict[str, bytes]:
+        """The files of its tokenizer, as they are in the folder now: name → content. Raises
+        UserError unless they are those with which the data was prepared: the folder may have been
+        prepared anew while the shards that a run has mapped stay. (Files for other tools may have
+        been corrected.)"""
+        path, wanted = self.tokenizer_path, self.tokenizer_sha256
+        try:
+            files = {name: file.read_bytes() for name, file in tokenizer_files(path).items()}
+            if files == self.tokenizer:  # to parse a large one takes half a second
+                return files
+            found = Tokenizer(files, str(path)).sha256
+            why = f"the data was prepared with another tokenizer (sha256 {wanted[:12]}…, this one "
+            why = "" if found == wanted else f"{why}has {found[:12]}…)"
+        except UserError as error:
+            why = f"this should be the data's tokenizer, and {error.why}"
+        if why:
+            remedy = "put the data's own back (each checkpoint trained on it has a copy), or "
+            raise UserError("data.path", str(path), why, f"{remedy}prepare the data again")
+        self.tokenizer = files
+        return files
 
 
 def open_data(

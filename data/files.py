@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from data.contents import Refused, kind
-from errors import UserError
+from errors import UserError, is_file
 
 TABLES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"}
 _ENDINGS = (
@@ -114,7 +114,7 @@ def files_of_glob(pattern: str, report: Report) -> list[Path]:
     chosen = []
     for name in names:
         file = Path(name)
-        if file.is_file():
+        if is_file(file):
             chosen.append(file)
         elif "**" not in pattern or not file.is_dir():
             report.leave_out(name, "not a file (of a folder, give the folder itself, or **)")
@@ -167,7 +167,7 @@ def _walk(folder: Path, report: Report) -> Iterator[Path]:
                 seen.add(real)
                 entered.append(name)
                 continue
-            elif file.is_file():
+            elif is_file(file):
                 seen.add(real)
                 yield file
                 continue

@@ -41,7 +41,7 @@ from data.heldout import Part, Splitter
 from data.shards import FORMAT, VERSION, write_shard
 from data.sources import documents, shown
 from data.tokenizer import BESIDE, JSON, MODEL, Tokenizer
-from errors import UserError
+from errors import UserError, exists, is_file
 
 SPLITS = ("train", "heldout")
 # characters that a worker gets at a time: dozens of documents of typical length
@@ -168,14 +168,14 @@ def unigram_nats_per_token(train: np.ndarray, heldout: np.ndarray) -> float | No
 def _check_replaceable(out: Path, overwrite: bool) -> None:
     """Raises UserError unless `out` may be replaced: only the output of an earlier `prepare` is
     ever deleted, and never the source."""
-    if out.exists() and not out.is_dir():
+    if exists(out) and not out.is_dir():
         raise UserError("--out", str(out), "a file of that name exists", "give a folder")
     if os.path.ismount(out.resolve()):  # renaming would fail, after hours
         why = "it is a mount point, and only a folder inside one can be replaced"
         raise UserError("--out", str(out), why, f"give such a folder: {out / 'data'}")
-    if not out.is_dir() or not any(out.iterdir()):
+    if not exists(out) or not any(out.iterdir()):
         return
-    if not (out / "index.json").is_file():
+    if not is_file(out / "index.json"):
         why = "the folder is neither empty nor a prepared one: it has no index.json"
         raise UserError("--out", str(out), why, "give another folder")
     if not overwrite:
@@ -322,10 +322,10 @@ def _put_in_place(partial: Path, out: Path) -> None:
     renamed, and removed afterwards."""
     old = partial.with_name(partial.name + "-old")
     try:
-        if out.exists():
+        if exists(out):
             out.rename(old)
         partial.rename(out)
     finally:  # also after SIGTERM, which may come when a rename is done
-        if old.exists() and not out.exists():
+        if exists(old) and not exists(out):
             old.rename(out)
         shutil.rmtree(old, ignore_errors=True)

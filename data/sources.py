@@ -30,7 +30,7 @@ from typing import NamedTuple
 from data.contents import COMPRESSED, Refused, check_content, kind
 from data.files import TABLES, TEXTS, Report, files_of_folder, files_of_glob
 from data.readers import Row, reading, rows, text_parts
-from errors import UserError
+from errors import UserError, is_file
 
 STDLIB = "python-stdlib"
 FIRST_ROWS = 1000
@@ -124,7 +124,7 @@ def _files(source: str, path: Path, split: str, report: Report) -> tuple[list[Pa
         return files_of_folder(path, split, report), path
     fixed = itertools.takewhile(lambda part: not glob.has_magic(part), path.parts[:-1])
     base = Path(*fixed)  # below which the names of a glob's files differ
-    if path.is_file():
+    if is_file(path):
         return [path], base
     is_glob = glob.has_magic(source)
     if is_glob and (files := files_of_glob(source, report)):

@@ -18,7 +18,7 @@ import numpy as np
 from data.sentencepiece_codec import SentencePieceCodec, train_sentencepiece
 from data.token_roles import CONFIG, GIVE_JSON, SAYS_ROLES, check_roles, content_of
 from data.tokenizers_codec import TokenizersCodec
-from errors import UserError, raise_passing
+from errors import UserError, is_file, raise_passing
 
 MODEL, JSON = "tokenizer.model", "tokenizer.json"
 GENERATION = "generation_config.json"
@@ -117,7 +117,7 @@ def tokenizer_files(path: Path) -> dict[str, Path]:
     only if the file has its standard name.
     """
     if os.path.isdir(path):  # an OSError is no folder either
-        found = [path / name for name in (MODEL, JSON) if (path / name).is_file()]
+        found = [path / name for name in (MODEL, JSON) if is_file(path / name)]
         if not found:
             why, remedy = f"it contains neither {MODEL} nor {JSON}", f"{GIVE_JSON}, or train one: "
             raise UserError("tokenizer", str(path), why, f"{remedy}`python -m tools.tokenizer`")
@@ -133,7 +133,7 @@ def tokenizer_files(path: Path) -> dict[str, Path]:
     name = JSON if is_json else MODEL
     beside = (*BESIDE, *([] if is_json else [JSON])) if path.name == name else ()
     return {name: path} | {
-        other: path.with_name(other) for other in beside if path.with_name(other).is_file()
+        other: path.with_name(other) for other in beside if is_file(path.with_name(other))
     }
 
 

@@ -111,7 +111,7 @@ def build_listeners(run: Run, whole: Config, data: Data, lease: Lease) -> list[L
     number = run.data_stage.number
     train_data, heldout_data = data.train[number], data.heldout[number]
     unigram = train_data.unigram_nats_per_token
-    saver = Saver(train, train_data.tokenizer_path, lease, run.log)
+    saver = Saver(train, train_data, lease, run.log)
     metrics = Metrics(config, mesh, start)
     # torch.compile leaves no product to time; a rank alone in its stage has no peers
     has_peers = mesh.sizes.world > mesh.sizes.pp

@@ -51,6 +51,11 @@ def tokenizer() -> Tokenizer:
 
 
 @cache
+def other_tokenizer() -> Tokenizer:
+    return Tokenizer.train(texts_of(SOURCE), 400)
+
+
+@cache
 def sentencepiece_model(model_type: str = "bpe", **options: object) -> bytes:
     """A model that SentencePiece trains on the lines of `SOURCE` with its own defaults."""
     lines = (line for text in texts_of(SOURCE) for line in text.split("\n"))

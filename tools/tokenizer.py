@@ -15,7 +15,7 @@ from data.files import Report
 from data.heldout import Splitter
 from data.sources import documents
 from data.tokenizer import Tokenizer
-from errors import UserError
+from errors import UserError, exists, is_file
 from tools.command import CommandParser, at_least, reports_errors, run_command, writes
 from tools.prepare import add_source_options
 
@@ -36,7 +36,7 @@ def texts(options: argparse.Namespace, report: Report) -> Iterator[str]:
 def check_out(out: Path) -> None:
     """Raises UserError unless `out` is a new file or a tokenizer's."""
     try:
-        may_write = not out.exists() or (out.is_file() and Tokenizer.load(out))
+        may_write = not exists(out) or (is_file(out) and Tokenizer.load(out))
     except UserError:
         may_write = False
     if not may_write:

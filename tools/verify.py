@@ -8,6 +8,7 @@ are loaded. The exit status is 1 if any checkpoint is damaged.
 
 from pathlib import Path
 
+from errors import exists
 from runtime.checkpoint.folder import checkpoints_of
 from runtime.checkpoint.manifest import Damaged
 from runtime.checkpoint.verify import verify_checkpoint
@@ -32,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
             damaged += 1
             print(f"{path}: cannot be read: {problem}")
         except Damaged as problem:
-            if not path.exists():
+            if not exists(path):
                 print(f"{path}: gone: its run has deleted it or put it aside meanwhile")
                 continue
             damaged += 1

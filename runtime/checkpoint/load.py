@@ -25,6 +25,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
 from data.dataset import Mixture
+from data.tokenizer import Tokenizer
 from errors import UserError, is_file
 from runtime.agreement import AgreedError, from_rank_0, on_all_ranks
 from runtime.checkpoint.folder import (
@@ -74,11 +75,25 @@ def find_start(config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
     if path is None and config.checkpoint.load_weights_only:
         key = "checkpoint.load_weights_only"
         weights = _named(config.checkpoint.load_weights_only, key, device)
-        from_rank_0(
-            lambda: check_model(weights, parse_trainer(weights), config, ROTATION_KEYS), device
-        )
+        from_rank_0(lambda: _check_weights(weights, config, data[0]), device)
         return replace(start, path=weights, weights_only=True)
     return start
+
+
+def _check_weights(path: Path, config: Config, data: Mixture) -> None:
+    """Raise UserError if the checkpoint has another model, and warn if it has another tokenizer
+    than the data: a vocabulary may be replaced on purpose. Called on rank 0."""
+    check_model(path, parse_trainer(path), config, ROTATION_KEYS)
+    try:
+        sha256 = Tokenizer.load(path).sha256
+    except UserError:  # it has none
+        return
+    if sha256 != data.tokenizer_sha256:
+        log(
+            f"warning: the weights in {path} were trained with another tokenizer (sha256 "
+            f"{sha256[:12]}…) than the data's, {data.tokenizer_path} ({data.tokenizer_sha256[:12]}"
+            "…): unless one is the other in another format, their embeddings mean other tokens"
+        )
 
 
 def _began_at(resume: str, lease: Lease) -> tuple[float, bool]:
@@ -137,7 +152,7 @@ def find_before(
     is_older = path is None or step_of(path) < begun.step  # that of a run before, or there is none
     if is_older and not begun.weights_only and begun.step <= last_step:
         path = from_rank_0(
-            lambda: begun.path if begun.path and (begun.path / MANIFEST).exists() else path, device
+            lambda: begun.path if begun.path and is_file(begun.path / MANIFEST) else path, device
         )
     if path is None:
         return None

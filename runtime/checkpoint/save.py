@@ -37,8 +37,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter, SavePlan, Sav
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from data.tokenizer import tokenizer_files
-from errors import RunFailed
+from data.dataset import Mixture
+from errors import RunFailed, UserError, exists
 from parallel.disk import ranges_of_size
 from parallel.placement import as_dtensor_like
 from runtime.checkpoint.folder import (
@@ -94,13 +94,13 @@ class Saver:
 
     Args:
         train: holds the weights and moments to be saved.
-        tokenizer: the tokenizer's file; checkpoints include a copy, with its companion files.
+        data: checkpoints include its tokenizer, with the companion files as they are then.
         lease: the lease of the run folder.
         run_log: gets the event of each save.
     """
 
-    def __init__(self, train: TrainStep, tokenizer: Path, lease: Lease, run_log: RunLog) -> None:
-        self.train, self.tokenizer, self.lease, self.log = train, tokenizer, lease, run_log
+    def __init__(self, train: TrainStep, data: Mixture, lease: Lease, run_log: RunLog) -> None:
+        self.train, self.data, self.lease, self.log = train, data, lease, run_log
         self.folder = lease.checkpoints
         self.group = dist.new_group(backend="gloo")
         self.has_lost_group = False  # gloo closes connections over which something came too late
@@ -276,9 +276,14 @@ class Saver:
     ) -> None:
         """On rank 0, add the tokenizer and trainer state, and make the partial folder a
         checkpoint."""
-        tokenizer = tokenizer_files(self.tokenizer)
-        for name, path in tokenizer.items():
-            shutil.copyfile(path, partial / name)
+        try:
+            tokenizer = self.data.read_tokenizer()
+        except (UserError, OSError) as error:  # the folder may have another one meanwhile
+            if not (tokenizer := self.data.tokenizer):
+                raise
+            log(f"warning: the checkpoint gets the tokenizer that was read before: {error}")
+        for name, content in tokenizer.items():
+            (partial / name).write_bytes(content)
             sync(partial / name)
         write_durably(partial / FILE, trainer.model_dump_json(indent=1))
         for name in (*tokenizer, FILE):
@@ -286,8 +291,8 @@ class Saver:
         write_manifest(partial, manifest)
         check_sizes(partial, manifest)  # else each failed save would leave a damaged checkpoint
         sync(partial)
-        if final.exists():  # someone else put it there: no start leaves what it did not save
-            suffix = ABANDONED if (final / MANIFEST).exists() else DAMAGED
+        if exists(final):  # someone else put it there: no start leaves what it did not save
+            suffix = ABANDONED if exists(final / MANIFEST) else DAMAGED
             aside = self.lease.put_aside(final, suffix).name
             log(f"warning: {final} already existed; it is put aside as {aside}")
         self.lease.move(partial, final)

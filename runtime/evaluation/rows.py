@@ -28,7 +28,6 @@ scored once.
 """
 
 import math
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -39,7 +38,7 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from data.tokenizer import Tokenizer, clean
-from errors import UserError, raise_passing
+from errors import UserError, is_file, raise_passing
 from runtime.schema import Natural, Strict, first_problem, load_json
 from settings.config import Config
 
@@ -114,7 +113,12 @@ def read_tasks(named: Sequence[str], key: str) -> list[Task]:
 
 def _path(name: str, key: str) -> Path:
     path = Path(name) if name.endswith(SUFFIX) else BUNDLED / f"{name}{SUFFIX}"
-    if not os.path.isfile(path):  # an OSError is no file either
+    try:
+        is_there = is_file(path)
+    except (OSError, ValueError) as error:  # a name that no file can have
+        raise_passing(error)
+        is_there = False
+    if not is_there:
         bundled = ", ".join(sorted(file.stem for file in BUNDLED.glob(f"*{SUFFIX}")))
         why = "there is no such file" if name.endswith(SUFFIX) else "there is no bundled task"
         raise UserError(

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from errors import exists
 from runtime.files import write_or_warn, write_whole
 from runtime.log.log_lines import is_count, is_record, json_object, whole_lines
 from runtime.output import log
@@ -112,11 +113,11 @@ class JsonLines(Tracker):
         self.path = folder / "metrics.jsonl"
         self.unwritten: list[str] = []
         self.stale_after = math.inf  # lines after this step are still to be dropped
-        self.begins_anew, self.reached, self._warned = step == 0 and self.path.exists(), step, False
+        self.begins_anew, self.reached, self._warned = step == 0 and exists(self.path), step, False
         if self.begins_anew:
             names = (folder / f"metrics-{number}.jsonl" for number in itertools.count(1))
-            self.path.rename(next(name for name in names if not name.exists()))
-        elif self.path.exists():
+            self.path.rename(next(name for name in names if not exists(name)))
+        elif exists(self.path):
             self.reached = self._drop_after(step)
 
     def log(self, record: Record) -> None:
@@ -135,7 +136,7 @@ class JsonLines(Tracker):
             log(f"warning: the last {len(self.unwritten)} lines of {self.path} are lost")
 
     def _append(self) -> None:
-        if self.stale_after < math.inf and self.path.exists():
+        if self.stale_after < math.inf and exists(self.path):
             self._drop_after(int(self.stale_after))
         self.stale_after = math.inf
         lines = "".join(self.unwritten).encode()
@@ -266,7 +267,7 @@ class WandB(Tracker):
 
         self.wandb, self.folder = wandb, Path(config.run.dir).absolute()
         path = self.folder / "wandb-run.json"
-        known = {} if anew or not path.exists() else json_object(path.read_bytes())
+        known = {} if anew or not exists(path) else json_object(path.read_bytes())
         self.id = str(known.get("id") or secrets.token_hex(4))
         repeated: Any = known.get("repeated")
         self.repeated, self.reached = repeated if is_count(repeated) else 0, reached

@@ -182,8 +182,8 @@ class Commands:
         except OSError as error:  # without it, checkpoint.keep_last may delete the checkpoint
             problem = f"{running} cannot be written: {error.strerror}"
         else:
-            is_there = sha is not None and os.path.isfile(path / MANIFEST)  # which never raises
-            problem = DELETED if not is_there else self._command(path) if sha else UNREADABLE
+            is_gone = None in (sha, _manifest_sha(path))  # which never raises
+            problem = DELETED if is_gone else self._command(path) if sha else UNREADABLE
             # If this fails, it is not run again now, but by the next start.
             with contextlib.suppress(OSError):
                 running.unlink() if problem else running.rename(running.with_suffix(".done"))

@@ -108,8 +108,8 @@ def open_train_and_heldout(
     config: Config, open_one: Callable[..., TokenDataset] = TokenDataset.open
 ) -> tuple[Mixture, Mixture | None]:
     """Open the training split and, if evaluation is on, the held-out split; each folder with
-    `open_one`. Raises UserError if the vocabulary does not fit the model, or a split is shorter
-    than one sequence."""
+    `open_one`. Raises UserError if the vocabulary does not fit the model, the tokenizer is not the
+    data's, or a split is shorter than one sequence."""
     data = open_data(config.data, "train", open_one)
     wanted = config.train.eval_interval
     heldout = open_data(config.data, "heldout", open_one) if wanted else None
@@ -118,9 +118,7 @@ def open_train_and_heldout(
         remedy = f"set model.vocab_size={data.vocab_size}, or if the model exists already, prepare "
         remedy += "the data with its tokenizer"
         raise UserError("model.vocab_size", config.model.vocab_size, why, remedy)
-    if not data.tokenizer_path.is_file():  # each checkpoint includes a copy
-        path, why = str(data.tokenizer_path), "the data's tokenizer is missing"
-        raise UserError("data.path", path, why, "prepare the data again")
+    data.read_tokenizer()  # raises if it is not the data's: each checkpoint includes a copy
     for split in filter(None, (data, heldout)):  # raises if a split is too short for one sequence
         options = {"num_samples": 1, "dp_rank": 0, "dp_size": 1, "rows": 1}
         next(heldout_batches(split, seq_len=config.train.seq_len, **options))

@@ -21,20 +21,23 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 import runtime.checkpoint.save
 from data.dataset import open_data
-from data.tokenizer import tokenizer_files
+from data.prepare import prepare
+from data.tokenizer import GENERATION, MODEL, Tokenizer, tokenizer_files
+from errors import UserError
 from runtime.checkpoint.folder import checkpoints_of
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.manifest import MANIFEST, Damaged, Manifest, read_manifest, write_manifest
 from runtime.checkpoint.save import Saver
 from runtime.checkpoint.verify import parse_trainer, verify_checkpoint
-from runtime.evaluation.rows import read_task
+from runtime.evaluation.rows import read_task, read_tasks
 from runtime.log.run_log import RunLog
-from runtime.start.checks import check_writable
+from runtime.metrics.trackers import JsonLines
+from runtime.start.checks import check_writable, open_train_and_heldout
 from runtime.trainer_state import DataState
 from settings.config import Config
 from settings.load import load_config
 from tests import runs
-from tests.data_samples import flip_a_bit
+from tests.data_samples import SOURCE, flip_a_bit, other_tokenizer, tokenizer
 from tests.planted import planted
 from tools import verify
 
@@ -197,7 +200,7 @@ def saved_while_training(config_path: str) -> bool:
 
     small = patch.object(runtime.checkpoint.save, "FILE_BYTES", 5_000)
     with later(), small, Lease(train.config.run.dir, "cpu") as lease:
-        saver = Saver(train, Path(__file__), lease, RunLog(train.config))
+        saver = Saver(train, open_data(train.config.data, "train"), lease, RunLog(train.config))
         before = {name: tensor.to_local().clone() for name, tensor in saver.tensors.items()}
         saver.save(1, 0, DataState(checksum="none", next_sample=0, skipped=[]))
         train(1, tokens, tokens)
@@ -230,7 +233,7 @@ def saved_after_a_silence(config_path: str) -> list[bool]:
 
     with late(), Lease(train.config.run.dir, "cpu") as lease:
         with patch.object(dist, "new_group", partial(new_group, timeout=timedelta(seconds=4))):
-            saver = Saver(train, Path(__file__), lease, RunLog(train.config))
+            saver = Saver(train, open_data(train.config.data, "train"), lease, RunLog(train.config))
         for step in 1, 2:
             saver.save(step, 0, data)
             saver.wait()
@@ -261,7 +264,15 @@ READERS: dict[str, tuple[Callable[[Config], object], str]] = {  # what reads or 
     "the run folder": (check_writable, "tempfile.TemporaryFile"),
     "the data": (lambda config: open_data(config.data, "train"), "pathlib.Path.read_text"),
     "the tokenizer": (lambda _: tokenizer_files(Path(__file__)), "builtins.open"),
+    "the data's": (
+        lambda config: open_data(config.data, "train").read_tokenizer(), "pathlib.Path.read_bytes"),
+    "its name": (
+        lambda config: tokenizer_files(Path(config.data.path)), "data.tokenizer.is_file"),
     "a task": (lambda _: read_task(Path(__file__), "key"), "pathlib.Path.read_text"),
+    "a task's name": (
+        lambda _: read_tasks(["a.jsonl"], "key"), "runtime.evaluation.rows.is_file"),
+    "metrics": (
+        lambda config: JsonLines(Path(config.run.dir), 0), "runtime.metrics.trackers.exists"),
     "the configuration": (lambda _: load_config(__file__, []), "builtins.open"),
 }  # fmt: skip
 
@@ -274,6 +285,60 @@ def test_an_error_that_may_pass_is_neither_a_refusal_nor_damage(data, tmp_path, 
     with patch(fails, side_effect=STALE), pytest.raises(OSError) as raised:  # noqa: PT011
         action(config)
     assert raised.value is STALE
+
+
+def train_while_prepared_anew(arguments: list[str], folder: Path) -> tuple[str, str]:
+    """Train while the data's folder gets another tokenizer, only until step 2 is saved, and then a
+    file for other tools."""
+    own = (folder / MODEL).read_bytes()
+
+    @planted(Saver, "_commit")
+    def meanwhile(honest: Any, saver: Saver, partial: Path, *about: object) -> None:
+        is_second = partial.name == "step-00000002"
+        (folder / MODEL).write_bytes(other_tokenizer().model if is_second else own)
+        if partial.name == "step-00000003":
+            (folder / GENERATION).write_text('{"eos_token_id": 2}')
+        honest(saver, partial, *about)
+
+    with meanwhile():
+        return runs.heard(arguments)
+
+
+def test_a_checkpoint_has_the_tokenizer_of_its_data(ranks, data, tmp_path):
+    """The folder may be prepared anew while a run reads what it has mapped. A run whose tokenizer
+    is not its data's, or is missing, does not start."""
+    folder = Path(shutil.copytree(data, tmp_path / "data"))
+    sections = {"train": {"steps": 3}, "checkpoint": {"interval": 1, "keep_last": 3}}
+    config = runs.write_config(tmp_path, folder, **sections)
+    ((refusal, said),) = ranks.run(train_while_prepared_anew, 1, [config], folder)
+    assert (refusal, runs.saved_steps(tmp_path)) == ("", [1, 2, 3])
+    assert said.count("warning: the checkpoint gets the tokenizer that was read before") == 1
+    assert f"prepared with another tokenizer (sha256 {tokenizer().sha256[:12]}…, this one" in said
+    assert "remedy: put the data's own back" in said
+    before, last = (runs.checkpoint_of(tmp_path, step) for step in (2, 3))
+    assert {Tokenizer.load(each).sha256 for each in (before, last)} == {tokenizer().sha256}
+    assert (last / GENERATION).read_text() == '{"eos_token_id": 2}'
+    (folder / MODEL).write_bytes(other_tokenizer().model)
+    start = load_config(config, ["train.eval_interval=0"])
+    with pytest.raises(UserError, match="prepared with another tokenizer"):
+        open_train_and_heldout(start)
+    (folder / MODEL).unlink()
+    with pytest.raises(UserError, match="should be the data's tokenizer, and it cannot be read"):
+        open_train_and_heldout(start)
+
+
+def test_weights_with_another_tokenizer_than_the_data_are_warned_of(ranks, saved, data, tmp_path):
+    """They are used: a vocabulary may be replaced on purpose."""
+    prepare(SOURCE, other_tokenizer(), tmp_path / "data", workers=1)
+    start = [str(saved / "config.yaml"), f"checkpoint.load_weights_only={saved / 'run'}"]
+    start += ["checkpoint.interval=never", "train.steps=1", "parallel.tp=1", "parallel.pp=1"]
+    for folder, count in (data, 0), (tmp_path / "data", 1):
+        more = [f"data.path={folder}", f"run.dir={tmp_path / str(count)}"]
+        ((refusal, said),) = ranks.run(runs.heard, 1, [*start, *more])
+        assert (refusal, said.count("were trained with another tokenizer")) == ("", count)
+    path = runs.checkpoint_of(saved, 6)
+    assert f"{path} were trained with another tokenizer (sha256 {tokenizer().sha256[:12]}" in said
+    assert f"{tmp_path / 'data' / MODEL} ({other_tokenizer().sha256[:12]}…)" in said
 
 
 def train_among_others(arguments: list[str]) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """Sources are read exactly and in order, and the prepared data is the same for any number of
 workers. The held-out text is a pure function of document ids, or of texts if there are few."""
 
+import errno
 import json
 import math
 import os
@@ -300,6 +301,7 @@ def test_one_file_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert open_train_and_heldout(load_config(config, ["train.eval_interval=0"]))[1] is None
 
 
+STALE = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 OLD, NEW = {"out/file": b"old", ".out.partial/file": b"new"}, {"out/file": b"new"}
 
 
@@ -321,3 +323,26 @@ def test_a_replacement_that_is_interrupted_leaves_a_whole_folder(tmp_path, renam
     with patch.object(Path, "rename", interrupted), pytest.raises(KeyboardInterrupt):
         _put_in_place(tmp_path / ".out.partial", tmp_path / "out")
     assert contents(tmp_path) == left
+
+
+def test_a_replacement_that_cannot_be_undone_keeps_the_old_folder(tmp_path):
+    """A file system that fails is not taken for one that has no such folder, as by Path.exists from
+    Python 3.14 on."""
+    write(tmp_path, OLD)
+    rename, stat = Path.rename, os.stat
+
+    def failing(path: Path, to: Path) -> None:
+        if path.name == ".out.partial":
+            raise STALE
+        rename(path, to)
+
+    def stale(path: Path, **options: bool) -> os.stat_result:
+        if str(path).endswith("-old"):
+            raise STALE
+        return stat(path, **options)
+
+    exists = patch.object(Path, "exists", lambda path: os.path.exists(path))
+    fails = patch.object(Path, "rename", failing)
+    with exists, fails, patch.object(os, "stat", stale), pytest.raises(OSError, match="Stale"):
+        _put_in_place(tmp_path / ".out.partial", tmp_path / "out")
+    assert contents(tmp_path / ".out.partial-old") == {"file": b"old"}

@@ -29,7 +29,7 @@ from data.token_roles import CONFIG as TOKENIZER_CONFIG
 from data.token_roles import content_of
 from data.tokenizer import GENERATION, JSON, MODEL, Tokenizer
 from data.tokenizers_codec import parse
-from errors import UserError
+from errors import UserError, is_file
 from tools.huggingface.config import CONFIG, read_json
 
 EDIT = "correct the file that is wrong"
@@ -54,9 +54,9 @@ def generation_config(
     if tokenizer.vocab_size > num_rows:
         why = f"the tokenizer has {tokenizer.vocab_size} tokens, and the model {num_rows}"
         raise UserError(key, str(folder), why, "give the tokenizer of the same model")
-    is_checkpoint = not (folder / CONFIG).is_file()
+    is_checkpoint = not is_file(folder / CONFIG)
     remedy = SAVE_AGAIN if is_checkpoint else COPY
-    files = [folder / file for file in (GENERATION, CONFIG) if (folder / file).is_file()]
+    files = [folder / file for file in (GENERATION, CONFIG) if is_file(folder / file)]
     contents = {file: read_json(file, key, remedy) for file in files}
     found = dict(contents.get(folder / GENERATION, {}))
     for field, own in zip(IDS, (tokenizer.bos_id, tokenizer.eos_id, -1), strict=True):

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 from data.contents import first_bytes, pointer
-from errors import UserError
+from errors import UserError, is_file
 from model.config import ModelConfig
 from model.experts import Experts
 from tools.huggingface.checkpoint_reader import shapes_of
@@ -176,7 +176,7 @@ def refuse_foreign(folder: Path, key: str) -> None:
     """Raises UserError with this key if `folder` cannot be read, if its weights change another
     model's, or if it is only the name of a model on the hub."""
     try:
-        has_adapter = (folder / "adapter_config.json").is_file()
+        has_adapter = is_file(folder / "adapter_config.json")
         is_missing = not folder.exists() and not folder.parent.exists()
     except OSError as error:
         why, remedy = f"it cannot be read ({error.strerror})", "give a folder that you may read"
