@@ -6,6 +6,7 @@ save.py            saves while training continues
 host_copies.py     where a save copies a rank's tensors
 
 load.py            finds the checkpoint that a run starts from, and loads it
+placed.py          tells DCP which part of a tensor a rank holds
 history.py         checks that a checkpoint's run had the configuration's data stages
 rollback.py        goes back to a checkpoint and skips the bad batches
 

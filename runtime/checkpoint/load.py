@@ -40,6 +40,7 @@ from runtime.checkpoint.folder import (
 from runtime.checkpoint.history import changes_the_loss, check_history, check_model, end_of
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.manifest import Damaged
+from runtime.checkpoint.placed import Placed
 from runtime.checkpoint.verify import check_files, check_whole, described, parse_trainer
 from runtime.log.events import read_events
 from runtime.output import log
@@ -275,7 +276,8 @@ def load(train: TrainStep, start: Start) -> None:
 
     def read() -> None:
         try:
-            dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(path)))
+            placed = {name: Placed(tensor.to_local(), tensor) for name, tensor in wanted.items()}
+            dcp.load(placed, storage_reader=HuggingFaceStorageReader(str(path)))
         except dcp.CheckpointException as error:
             first = next(iter(error.failures.values()))[0]
             if isinstance(first, OSError):  # the files were there when they were checked

@@ -40,7 +40,6 @@ from torch.futures import Future
 from data.dataset import Mixture
 from errors import RunFailed, UserError, exists
 from parallel.disk import ranges_of_size
-from parallel.placement import as_dtensor_like
 from runtime.checkpoint.folder import (
     ABANDONED,
     DAMAGED,
@@ -62,6 +61,7 @@ from runtime.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from runtime.checkpoint.placed import Placed
 from runtime.checkpoint.verify import check_whole, cover, random_point
 from runtime.device import device_thread, seconds_between, time_mark
 from runtime.files import write_durably
@@ -233,9 +233,7 @@ class Saver:
 
     def _write_partial(self, partial: Path) -> Manifest:
         """Write the tensors' files into the work folder. Collective over all ranks' threads."""
-        tensors = {
-            name: as_dtensor_like(copy, self.tensors[name]) for name, copy in self.copies.items()
-        }
+        tensors = {name: Placed(copy, self.tensors[name]) for name, copy in self.copies.items()}
         # This thread writes the rank's files: DCP loses the errors of further ones.
         writer = FilesOfSomeSize(str(partial), save_distributed=True, thread_count=1)
         # Else it would load the tensors, which are on the host already, through a stream of the

@@ -12,11 +12,15 @@ import pytest
 import torch
 
 import train
+from parallel.placement import local_region
+from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.load import load
 from runtime.checkpoint.manifest import read_manifest
+from runtime.checkpoint.save import Saver
 from runtime.checkpoint.verify import parse_trainer, verify_checkpoint
 from runtime.log.events import read_events
-from runtime.trainer_state import Start, held_tensors
+from runtime.log.run_log import RunLog
+from runtime.trainer_state import DataState, Start, held_tensors
 from tests import runs
 from tests.data_samples import flip_a_bit
 from tests.health.faulty_runs import run_with_bad_steps
@@ -203,3 +207,37 @@ def test_a_tied_weight_is_saved_once_and_loaded_into_both_its_copies(ranks, save
     config = str(saved_experts / "config.yaml")
     assert ranks.run(second_copies, 1, [config, *layout(ep=1)], str(path)) == [[True] * 3]
     assert "model.head.weight" not in read_manifest(path).tensors
+
+
+def load_and_save(arguments: list[str], start: Path | None) -> None:
+    """Load a checkpoint, or train one step, and save. Each rank must have loaded its part."""
+    step = runs.step_of(arguments)
+    tokens = torch.arange(8 * 32).view(8, 32) % step.config.model.vocab_size
+    if start is None:
+        step(0, tokens, tokens)
+    else:
+        load(step, runs.saved_start(start))
+        stored = runs.stored_tensors(start)
+        for held in held_tensors(step):
+            region = tuple(slice(part.start, part.stop) for part in local_region(held.tensor))
+            assert torch.equal(held.tensor.to_local(), stored[held.name][region]), held.name
+    with Lease(step.config.run.dir, "cpu") as lease:
+        saver = Saver(step, Path(__file__), lease, RunLog(step.config))
+        saver.save(1, 0, DataState(checksum="none", next_sample=0, skipped=[]))
+        saver.close()
+
+
+def test_a_vocabulary_that_tp_does_not_divide(ranks, tmp_path):
+    """On tp 2 and dp_shard 4, the ranks hold 2, 2, 1, 0 and 1, 1, 1, 1 of its rows. The empty part
+    has the offset of the next one, and torch's rule gives that rank a row and the last one none."""
+    model = {"num_layers": 1, "vocab_size": 9}
+    config, start = runs.write_config(tmp_path, tmp_path, model=model), None
+    for world, tp in (1, 1), (8, 2), (4, 2), (8, 2), (1, 1):
+        folder = tmp_path / f"from {start and start.parents[2].name} to {world}"
+        arguments = [config, *layout(tp=tp), f"run.dir={folder / 'run'}"]
+        ranks.run(load_and_save, world, arguments, start)
+        saved = runs.checkpoint_of(folder, 1)
+        verify_checkpoint(saved)
+        if start is not None:
+            assert runs.same_tensors(runs.stored_tensors(saved), runs.stored_tensors(start))
+        start = saved
