@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import train
+from data.dataset import open_data
 from parallel.placement import local_region
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.load import load
@@ -222,16 +223,16 @@ def load_and_save(arguments: list[str], start: Path | None) -> None:
             region = tuple(slice(part.start, part.stop) for part in local_region(held.tensor))
             assert torch.equal(held.tensor.to_local(), stored[held.name][region]), held.name
     with Lease(step.config.run.dir, "cpu") as lease:
-        saver = Saver(step, Path(__file__), lease, RunLog(step.config))
+        saver = Saver(step, open_data(step.config.data, "train"), lease, RunLog(step.config))
         saver.save(1, 0, DataState(checksum="none", next_sample=0, skipped=[]))
         saver.close()
 
 
-def test_a_vocabulary_that_tp_does_not_divide(ranks, tmp_path):
+def test_a_vocabulary_that_tp_does_not_divide(ranks, data, tmp_path):
     """On tp 2 and dp_shard 4, the ranks hold 2, 2, 1, 0 and 1, 1, 1, 1 of its rows. The empty part
     has the offset of the next one, and torch's rule gives that rank a row and the last one none."""
     model = {"num_layers": 1, "vocab_size": 9}
-    config, start = runs.write_config(tmp_path, tmp_path, model=model), None
+    config, start = runs.write_config(tmp_path, data, model=model), None
     for world, tp in (1, 1), (8, 2), (4, 2), (8, 2), (1, 1):
         folder = tmp_path / f"from {start and start.parents[2].name} to {world}"
         arguments = [config, *layout(tp=tp), f"run.dir={folder / 'run'}"]
