@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import HuggingFaceStorageWriter, filesystem
 
 from hardware import DATA_SHEETS, data_sheet_of
 from proofs.ranks import RankError, Ranks
@@ -17,10 +17,10 @@ from runtime.device import CUBLAS, deterministic
 from tests.runs import fresh, train_run, write_config
 
 
-class CopyAhead(FilesOfSomeSize):
-    """Copies ahead, as DCP does if it is not told otherwise."""
+class ByDCP(FilesOfSomeSize):
+    """Writes as DCP does: through its loader, and a copy of each file that safetensors makes."""
 
-    per_thread_copy_ahead = property(lambda self: 10_000_000, lambda self, value: None)
+    write_data = HuggingFaceStorageWriter.write_data
 
 
 def save_as_on_a_gpu(arguments: list[str], writer: Any = FilesOfSomeSize) -> str:
@@ -45,7 +45,7 @@ def test_saving_uses_no_stream(ranks: Ranks, data: Path, tmp_path: Path) -> None
     assert ranks.run(save_as_on_a_gpu, 2, [config]) == [""] * 2
     fresh(tmp_path)
     with pytest.raises(RankError, match="a stream is used"):  # control: DCP's default
-        ranks.run(save_as_on_a_gpu, 1, [config], CopyAhead)
+        ranks.run(save_as_on_a_gpu, 1, [config], ByDCP)
 
 
 CARDS = {
