@@ -1,8 +1,18 @@
 """The `data` section of a run's configuration."""
 
-from typing import Annotated
+from typing import Annotated, Any
+
+from pydantic import ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
 
 from declare import PathOrNone, PathText, Share, between, section
+
+
+def _each_once(given: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    folders = check(given)
+    if len(folders) < len(given):  # after ~ has become a folder
+        raise PydanticCustomError("twice", "It should name each folder once")
+    return folders
 
 
 @section("data")
@@ -11,7 +21,7 @@ class DataConfig:
 
     # a folder written by `python -m tools.prepare`, or several with their mixture weights
     # ({folder: weight}), which are relative, and shares of samples (equivalently, tokens)
-    path: PathText | dict[PathText, Share]
+    path: PathText | Annotated[dict[PathText, Share], WrapValidator(_each_once)]
     # the tokenizer (file or folder) with which the data must have been prepared; empty: the one
     # inside the prepared folder
     tokenizer: PathOrNone = ""

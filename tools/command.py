@@ -137,6 +137,8 @@ class CommandParser(argparse.ArgumentParser):
             settings |= {"type": kind if is_type else type(kind), "metavar": metavar}
             settings |= {} if is_type else {"default": kind}
             help += "" if is_type else " (default: %(default)s)"
+        if name.startswith("-") and "nargs" in settings:
+            settings["action"] = "extend"  # repeated, each adds its values
         self.add_argument(name, help=help, **settings)
 
     def required(self, name: str, kind: type, metavar: str, help: str, **settings: Any) -> None:

@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from data.files import Report
 from data.prepare import prepare
@@ -21,15 +20,14 @@ from tools.command import CommandParser, at_least, duration, reports_errors, run
 
 def add_source_options(parser: CommandParser) -> None:
     """The options of a command that reads documents."""
-    several: dict[str, Any] = {"nargs": "+", "action": "extend"}
-    parser.required("--source", str, "SOURCE", "where the text comes from", **several)
+    parser.required("--source", str, "SOURCE", "where the text comes from", nargs="+")
     parser.option("--text-field", "text", "NAME", "the column of a table that holds the text")
     split = "the split of a folder of tables or a Hugging Face data set"
     parser.option("--split", "train", "NAME", split)
     skipped = "count and leave out, instead of refusing: rows without the column of the text "
     skipped += "(missing); damaged rows, and files from the damage on (damaged)"
     kinds = ["missing", "damaged"]
-    parser.option("--skip", str, None, skipped, choices=kinds, default=[], **several)
+    parser.option("--skip", str, None, skipped, choices=kinds, default=[], nargs="+")
 
 
 @reports_errors

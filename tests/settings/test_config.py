@@ -111,6 +111,7 @@ WRONG = [
     ("checkpoint.interval=-1", "be greater than or equal to 0, or be 'auto' or 'never'"),
     (f"run.dir={'x' * 5000}", "have at most 4096 characters"),
     (f"data.path={'{' * 1000}", "nested too deeply"),
+    (f"data.path={{~/a: 0.7, {Path.home()}/a: 0.1}}", "name each folder once"),
     (f"train.steps={'9' * 5000}", "cannot be read"),
     ("train.steps=!!python/object/apply:os.getcwd []", "is not a YAML value"),
 ]

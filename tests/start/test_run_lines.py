@@ -150,8 +150,10 @@ def test_an_option_has_the_type_of_its_default_and_states_it(monkeypatch, capsys
     parser.option("--share", 0.5, "X", "what is kept")
     parser.option("--last", int, "N", "the newest N")
     parser.option("--force", bool, None, "replace it")
-    found = parser.parse_args(["--out=~/x", "--share", "1"])
+    parser.option("--of", str, "N", "some of it", nargs="+")  # which may be repeated
+    found = parser.parse_args(["--out=~/x", "--share", "1", "--of", "a", "b", "--of", "c"])
     expected = {"out": Path("/home/me/x"), "share": 1.0, "last": None, "force": False}
+    expected |= {"of": ["a", "b", "c"]}
     assert vars(found) == expected
     with pytest.raises(SystemExit):
         parser.parse_args(["--help"])

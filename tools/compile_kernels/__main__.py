@@ -22,7 +22,6 @@ shared memory in bytes per program.
 
 import os
 from pathlib import Path
-from typing import Any
 
 from errors import UserError
 from tools.command import CommandParser, reports_errors, run_command, write_json
@@ -45,8 +44,7 @@ def check_triton() -> None:
 @reports_errors
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.compile_kernels", description=__doc__)
-    targets: dict[str, Any] = {"nargs": "+", "choices": TARGETS, "default": [*TARGETS]}
-    parser.option("--target", str, None, "GPUs (default: all)", **targets)
+    parser.option("--target", str, None, "GPUs (default: all)", nargs="+", choices=TARGETS)
     parser.option("--only", str, "TEXT", "only specimens whose name contains it", default="")
     own = "use FILE instead of tools/compile_kernels/specimens.py"
     parser.option("--specimens", Path, "FILE", own)
@@ -60,10 +58,10 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)  # processes are forked: there must be no threads
     given = {
         name: specimens.SPECIMENS if TARGETS[name].has_bfloat16 else specimens.OF_FLOAT16
-        for name in options.target
+        for name in options.target or TARGETS
     }
     if options.specimens is not None:
-        given = dict.fromkeys(options.target, compiler.specimens_in(options.specimens))
+        given = dict.fromkeys(options.target or TARGETS, compiler.specimens_in(options.specimens))
     launches = [
         launch
         for target, each in given.items()

@@ -17,6 +17,7 @@ small letters its second (fourth, …).
 import argparse
 import math
 from pathlib import Path
+from typing import Any
 
 from parallel.pipeline.schedules import SCHEDULES
 from tools.command import CommandParser, at_least, reports_errors, run_command, writes
@@ -43,7 +44,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = CommandParser(prog="python -m tools.timeline", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     names = f"one or more of {', '.join(SCHEDULES)}"
-    source.add_argument("--schedule", nargs="+", choices=SCHEDULES, metavar="NAME", help=names)
+    several: dict[str, Any] = {"nargs": "+", "action": "extend"}
+    source.add_argument("--schedule", choices=SCHEDULES, metavar="NAME", help=names, **several)
     trace = "a measured step: a run's folder, or a trace.json (its first pipeline)"
     source.add_argument("--trace", type=Path, metavar="RUN", help=trace)
     parser.option("--stages", int, "P", "with --schedule: ranks of the pipeline")
