@@ -157,7 +157,7 @@ def test_an_option_has_the_type_of_its_default_and_states_it(monkeypatch, capsys
     assert vars(found) == expected
     with pytest.raises(SystemExit):
         parser.parse_args(["--help"])
-    assert "--share X   what is kept (default: 0.5)" in capsys.readouterr().out
+    assert "--share X       what is kept (default: 0.5)" in capsys.readouterr().out
 
 
 def test_lines_of_two_threads_do_not_mix():
