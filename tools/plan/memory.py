@@ -365,8 +365,6 @@ class Memory(Account):
         else:
             for index in reversed(units):
                 self.apply(self._phase(kind, stage, index).effect)
-                if index == units[-1]:  # the weight gradient of its last layer has read it
-                    self._free_incoming(stage)
             for index in units:
                 for unit in reversed(self.sharded.around[stage, index]):
                     self.sharded.after_backward(unit, index, last)
@@ -394,13 +392,19 @@ class Memory(Account):
         if stage > 0:  # its input, and the outgoing gradient
             self.free(ACTIVATIONS, layout.hidden_bytes)
             self.free(TEMPORARY, layout.hidden_bytes)
-        if kind is BACKWARD:
-            self._free_incoming(stage)
+        if stage < layout.num_stages - 1:  # the incoming gradient
+            kept = self._kept_incoming(stage) if kind is BACKWARD_INPUT else 0
+            self.free(TEMPORARY, layout.hidden_bytes - kept)
 
-    def _free_incoming(self, stage: int) -> None:
-        """Free the gradient of a stage's output, if another stage has sent it."""
-        if stage < self.layout.num_stages - 1:
-            self.free(TEMPORARY, self.layout.hidden_bytes)
+    def _kept_incoming(self, stage: int) -> int:
+        """Bytes of the gradient that another stage has sent, if a weight gradient reads it: then it
+        is freed in the phase of weight gradients."""
+        if stage == self.layout.num_stages - 1:
+            return 0
+        unit = self.units[stage][-1]
+        phases = (self.layout.phase(BACKWARD_WEIGHT, unit, last=last) for last in (False, True))
+        own, sent = (phase.effect.changes for phase in phases)
+        return sent.get(TEMPORARY, 0) - own.get(TEMPORARY, 0)
 
     def _after(self, kind: Kind, unit: FsdpUnit, index: int, last: bool, buffer: int) -> None:
         self.add(GATHERING, buffer)
@@ -414,6 +418,8 @@ class Memory(Account):
         units = self.units[stage]
         first = stage > 0 and index == 0
         last = stage < self.layout.num_stages - 1 and index == len(units) - 1
+        if kind is BACKWARD_WEIGHT:  # whose records free what `_kept_incoming` counts
+            last = False
         return self.layout.phase(kind, units[index], first, last, self.sharded.begun(stage, index))
 
 
