@@ -264,10 +264,10 @@ class Layout:
         return gathered(self.sharding[False], self.sharding[True], units)
 
     def parts(self, units: Iterable[Unit]) -> Iterator[tuple[LocalWeight, list[int]]]:
-        """Each weight of units, with the shape of this rank's part."""
+        """Each weight of units, in the order of the model, with the shape of this rank's part."""
         for one in units:
-            for each in self.gathered(one):
-                yield from each.parts()
+            shapes = dict(pair for each in self.gathered(one) for pair in each.parts())
+            yield from ((weight, shapes[weight]) for weight in one.weights)
 
     def rounds(self) -> list[list[Round]]:
         """In which the optimizer puts whole matrices together."""
@@ -298,14 +298,18 @@ class Layout:
             self._units[-1].append(self.head)
         return self._units[stage]
 
-    def fsdp_units(self, stage: int) -> list[tuple[range, Gathered]]:
+    def fsdp_units(self, stage: int) -> list[tuple[list[int], Gathered]]:
         """The weights that are gathered and reduced together, each with the indices of the `units`
         that they belong to. Experts come before the rest of their unit."""
         units = self.units(stage)
         parts = [range(len(units))]
         if self.whole or self.config.parallel.fsdp_unit == "block":
             parts = [range(i, i + 1) for i in range(len(units))]
-        return [(part, one) for part in parts for one in self.gathered(*(units[i] for i in part))]
+        return [
+            ([i for i in part if not one.is_expert or numbers_of(units[i]).experts], one)
+            for part in parts
+            for one in self.gathered(*(units[i] for i in part))
+        ]
 
     def phase(
         self, kind: Kind, unit: Unit, first: bool = False, last: bool = False, begun: bool = True

@@ -1,6 +1,5 @@
 """Counts the bytes on one rank through a whole step, and their peak on every pipeline rank.
 
-    Account    bytes by category, and their peak
     Sharded    what FSDP2 allocates around units: gathers, copies, reductions (parallel/data.py)
     Whole      what is allocated instead where no rank shares the weights (parallel/whole.py)
     Memory     a rank's program, in the order of parallel/pipeline/runner.py, unit by unit
@@ -14,10 +13,10 @@ pipeline, and the permanent states.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from costs.recorder import Effect, Phase
+from costs.recorder import Phase
 from costs.units import position_bytes
 from errors import UserError
 from parallel.fsdp_units import input_buffers
@@ -38,7 +37,6 @@ from parallel.pipeline.actions import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
-    Action,
     Kind,
     need_of,
     result_of,
@@ -47,46 +45,10 @@ from parallel.pipeline.lower import Exchange
 from parallel.weight_gradient import adds_to_gradients
 from settings.config import Config
 from settings.data_stages import data_stages
+from tools.plan.account import Account
 from tools.plan.layout import Gathered, Layout
+from tools.plan.whole_matrices import count_update
 from training.update import group_bytes
-
-
-class Account:
-    """Bytes that are allocated now, and their `peak`, also by category. `peak_action` is the action
-    in which the peak occurred, or None if it was between actions or after the last."""
-
-    def __init__(self) -> None:
-        self.now: dict[str, int] = defaultdict(int)
-        self.total = self.peak = 0
-        self.action: Action | None = None
-        self.peak_action: Action | None = None
-        self.at_peak: dict[str, int] = {}
-
-    def add(self, category: str, size: int) -> None:
-        self.now[category] += size
-        self.total += size
-        self.reach({})
-
-    def free(self, category: str, size: int) -> None:
-        self.now[category] -= size
-        self.total -= size
-
-    def reach(self, more: Mapping[str, int]) -> None:
-        """Update the peak for a moment at which these bytes are alive in addition."""
-        height = sum(more.values())
-        if self.total + height > self.peak:
-            self.peak, self.peak_action = self.total + height, self.action
-            self.at_peak = {c: self.now[c] + more.get(c, 0) for c in {**self.now, **more}}
-
-    def apply(self, effect: Effect, buffer: int = 0) -> None:
-        """Apply the effect of a recorded piece of work, beside a buffer of gathers."""
-        self.add(GATHERING, buffer)
-        self.reach(effect.at_height)
-        for category, size in effect.changes.items():
-            self.now[category] += size
-            self.total += size
-        self.free(GATHERING, buffer)
-
 
 # --- around the units ---
 
@@ -94,12 +56,13 @@ class Account:
 @dataclass(eq=False)
 class FsdpUnit:
     """The state of a unit of FSDP: one unit of a stage, or with `fsdp_unit: stage` all its units.
-    Experts in it are another one, which is gathered after and reduced before the rest."""
+    Experts in it are another one, `inside`, which is gathered after and reduced before the rest."""
 
     stage: int
-    indices: range  # of its units in the stage
+    indices: list[int]  # of its units in the stage
     weights: Gathered
     size: int  # bytes when gathered
+    inside: "FsdpUnit | None" = None
     gathered: bool = False
     accumulated: bool = False  # holds whole gradients
     reduced: bool = False  # holds reduced gradients of some micro-batches
@@ -115,8 +78,11 @@ class Sharded:
         # for each unit of a stage, the FSDP units that contain it: that of experts, if any, first
         self.around: dict[tuple[int, int], list[FsdpUnit]] = defaultdict(list)
         for stage in layout.stages:
+            experts = None
             for indices, weights in layout.fsdp_units(stage):
-                unit = FsdpUnit(stage, indices, weights, weights.padded * layout.compute)
+                size = weights.padded * layout.compute
+                unit = FsdpUnit(stage, indices, weights, size, experts)
+                experts = unit if weights.is_expert else None
                 for index in indices:
                     self.around[stage, index].append(unit)
         # by stage: bytes of buffers that FSDP still holds
@@ -131,8 +97,8 @@ class Sharded:
     def gather(self, unit: FsdpUnit, forward: bool, before: int) -> int:
         """Gather the weights before a forward or backward.
 
-        `before`: bytes of the previous gather's buffer, which FSDP holds until the next gather has
-        allocated its own. Returns the bytes of this gather's buffer.
+        `before`: bytes of the previous gather's buffer, which FSDP holds until this one's has been
+        copied out. Returns the bytes of this gather's buffer.
         """
         if unit.gathered:
             return before
@@ -150,19 +116,20 @@ class Sharded:
         self.account.add(GATHERED, size)
         # experts that are cut are put together from a second copy
         again = unit.weights.cut_within * layout.compute
-        self.account.reach({GATHERING: buffer + again})
+        self.account.reach({GATHERING: before + buffer + again})
         unit.gathered = True
         return buffer
 
     def prefetched(self, stage: int, index: int, inside: bool = False) -> int:
         """Bytes gathered during a unit's backward, or `inside` during that of its experts, for the
         FSDP unit whose backward comes next: the experts in it, or the unit before."""
-        *following, outer = self.around[stage, index]
-        if inside or not following:
-            start = outer.indices.start
-            following = [self.around[stage, start - 1][-1]] if start else []
-        gathers = self.resharding and following and following[0].weights.shards > 1
-        return following[0].size if gathers and not following[0].gathered else 0
+        outer = self.around[stage, index][-1]
+        start, following = outer.indices[0], outer.inside
+        if inside or following is None or index < following.indices[0]:
+            following = self.around[stage, start - 1][-1] if start else None
+        if not self.resharding or following is None or following.gathered:
+            return 0
+        return following.size if following.weights.shards > 1 else 0
 
     def after_unit(self, unit: FsdpUnit, index: int, end: int) -> None:
         """After a unit's forward or input gradient. `end`: which of the FSDP unit's is the last."""
@@ -177,15 +144,29 @@ class Sharded:
     def after_backward(self, unit: FsdpUnit, index: int, last: bool) -> None:
         """After the backward of the last unit within an FSDP unit, reduce its gradients, or keep
         them until the last backward."""
-        if index != unit.indices.start:
+        if index != unit.indices[0]:
             return
         zero = self.layout.config.parallel.zero_stage
         if zero == 3 or last:
             self._reshard(unit)
         if last or zero >= 2:
+            self._free_inputs(unit.stage)
             self._reduce(unit, last)
         else:
             unit.accumulated = True
+
+    def after_input_gradients(self, unit: FsdpUnit, index: int) -> None:
+        """After the input gradients of the last unit within an FSDP unit. With zero_stage 2 and 3
+        FSDP makes room for a reduction, although there is nothing to reduce yet."""
+        self.after_unit(unit, index, 0)
+        if index == unit.indices[0] and self.layout.config.parallel.zero_stage >= 2:
+            self._free_inputs(unit.stage)
+
+    def _free_inputs(self, stage: int) -> None:
+        """Before a stage's next reduction, free the inputs of all that FSDP does not keep."""
+        inputs = self.inputs_of_reductions[stage]
+        while len(inputs) >= input_buffers(self.layout.config.parallel.zero_stage):
+            self.account.free(REDUCING, inputs.pop(0))
 
     def _reduce(self, unit: FsdpUnit, last: bool) -> None:
         """Reduce over the shards. The last reduction of a step also reduces over the replicas and
@@ -196,16 +177,13 @@ class Sharded:
         adds = adds_to_gradients(unit.weights.replicas, dtypes.reduce, dtypes.master)
         account.free(REDUCING, unit.held)
         unit.accumulated, unit.held = False, 0
-        shards, inputs = unit.weights.shards, self.inputs_of_reductions[stage]
-        given = unit.weights.padded * layout.reduce
-        while len(inputs) >= input_buffers(layout.config.parallel.zero_stage):
-            account.free(REDUCING, inputs.pop(0))
+        shards, given = unit.weights.shards, unit.weights.padded * layout.reduce
         # a variable of a loop in FSDP holds the last weight's until the end of the reduction; if
         # experts are cut, also beside copies of all
         remains = unit.weights.weights[-1].numel * layout.sum if shards > 1 else 0
         account.reach({REDUCING: given + (remains if unit.weights.cut_within else 0)})
         account.add(REDUCING, given)
-        inputs.append(given)
+        self.inputs_of_reductions[stage].append(given)
         account.free(GRADIENTS, unit.weights.numel * layout.sum - remains)
         output = given // shards
         # With one shard (replicas only), FSDP divides the gradients by 1, into a copy.
@@ -235,10 +213,13 @@ class Sharded:
 
     def end_last_backward(self, stage: int) -> None:
         """The reductions of the stage before it were waited for."""
+        self.wait()
+        self.reducing = [stage]
+
+    def wait(self) -> None:
         for done in self.reducing:
             held = sum(self.inputs_of_reductions.pop(done, []))
             self.account.free(REDUCING, held + self.outputs_of_reductions.pop(done, 0))
-        self.reducing = [stage]
 
 
 class Whole(Sharded):
@@ -351,6 +332,9 @@ class Memory(Account):
             if result_of(item, layout.num_stages) is not None:
                 self.add(MESSAGES, part)
         self.action = None
+        self.free(MESSAGES, part * sent)
+        self.sharded.wait()
+        count_update(self, layout)
 
     # --- forward ---
 
@@ -409,20 +393,33 @@ class Memory(Account):
             self.free(ACTIVATIONS, layout.hidden_bytes)
             self.free(TEMPORARY, layout.hidden_bytes)
         if stage < layout.num_stages - 1:  # the incoming gradient
-            self.free(TEMPORARY, layout.hidden_bytes)
+            kept = self._kept_incoming(stage) if kind is BACKWARD_INPUT else 0
+            self.free(TEMPORARY, layout.hidden_bytes - kept)
+
+    def _kept_incoming(self, stage: int) -> int:
+        """Bytes of the gradient that another stage has sent, if a weight gradient reads it: then it
+        is freed in the phase of weight gradients."""
+        if stage == self.layout.num_stages - 1:
+            return 0
+        unit = self.units[stage][-1]
+        phases = (self.layout.phase(BACKWARD_WEIGHT, unit, last=last) for last in (False, True))
+        own, sent = (phase.effect.changes for phase in phases)
+        return sent.get(TEMPORARY, 0) - own.get(TEMPORARY, 0)
 
     def _after(self, kind: Kind, unit: FsdpUnit, index: int, last: bool, buffer: int) -> None:
         self.add(GATHERING, buffer)
         if kind is BACKWARD:
             self.sharded.after_backward(unit, index, last)
         else:
-            self.sharded.after_unit(unit, index, 0)
+            self.sharded.after_input_gradients(unit, index)
         self.free(GATHERING, buffer)
 
     def _phase(self, kind: Kind, stage: int, index: int) -> Phase:
         units = self.units[stage]
         first = stage > 0 and index == 0
         last = stage < self.layout.num_stages - 1 and index == len(units) - 1
+        if kind is BACKWARD_WEIGHT:  # whose records free what `_kept_incoming` counts
+            last = False
         return self.layout.phase(kind, units[index], first, last, self.sharded.begun(stage, index))
 
 

@@ -269,20 +269,17 @@ class StepTime:
     def reductions_of(self, stage: int) -> list[Reduction]:
         """The reductions of a stage, in the order of a backward. If the schedule splits it, all of
         them come after the weight gradients."""
-        units, found = self.layout.units(stage), []
-        together: dict[range, list[Gathered]] = defaultdict(list)
-        for part, gathered in self.layout.fsdp_units(stage):
-            together[part].append(gathered)
-        for part, members in reversed(together.items()):
-            computing = [0.0] * len(members)
-            if not self.layout.splits_backward:
-                backward = sum(self.part(units[i]).input_grad for i in part)
-                rest = backward
-                if len(members) == 2:  # experts, and the rest
-                    rest *= self._share_after_experts(units[part.start])
-                computing = [backward - rest, rest][-len(members) :]
-            for seconds, gathered in zip(computing, members, strict=True):
-                found.append(Reduction(seconds, *self.of_unit(gathered)[1:]))
+        units, waiting = self.layout.units(stage), []
+        each = [0.0 if self.layout.splits_backward else self.part(u).input_grad for u in units]
+        for (first, *_), gathered in self.layout.fsdp_units(stage):
+            left = sum(each[:first])  # seconds of the backward after its gradients are complete
+            if gathered.is_expert:
+                left += each[first] * self._share_after_experts(units[first])
+            waiting.append((left, gathered))
+        before, found = sum(each), []
+        for left, gathered in sorted(waiting, key=lambda one: -one[0]):
+            found.append(Reduction(before - left, *self.of_unit(gathered)[1:]))
+            before = left
         return found
 
     def stalls(self, stage: int, last: bool) -> float:

@@ -74,18 +74,20 @@ def collectives(layout: Layout) -> Counter[Call]:
 def over_groups(layout: Layout) -> Counter[Call]:
     """The collectives of one step as a rehearsal counts them, which knows groups, not axes: a group
     has the name of the innermost axis with the same ranks, those of experts have their own unless
-    all ranks share them, and if cp is the only axis, all of them share one group. (If ep has all
+    all ranks share them, and if cp has all ranks, the group of all has its name. (If ep has all
     ranks, all-to-alls over them keep its name.)"""
     calls: Counter[Call] = Counter()
     sizes, world = layout.sizes, layout.world
     of_experts = sizes.of_experts
     for call, number in collectives(layout).items():
         axis = call.axis
+        of_all = axis not in of_experts or of_experts[axis] == world  # if cp has all ranks
         if call.kind == "all_to_all" and sizes.ep == world > 1:
             axis = "ep" if (sizes.of_weights | of_experts)[axis] == world else axis
+        elif sizes.cp == world > 1 and of_all:
+            axis = "cp"
         elif axis in ("efsdp", "ep_replicate") and of_experts[axis] == world > 1:
             axis = _axis_of_all(layout) or "world"
-        axis = "cp" if sizes.cp == world > 1 else axis
         calls[call._replace(axis=axis)] += number
     return calls
 
