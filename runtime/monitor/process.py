@@ -73,7 +73,7 @@ class MonitorProcess:
             from runtime.monitor.prometheus import RunState, Shown, families
 
             self.state, shown = RunState(), Shown(told["prometheus"])
-            about = (told["name"], self.state, self.sender, self.commands)
+            about = (told["folder"], self.state, self.sender, self.commands)
             self.show = lambda: shown.update([*families(*about)])
             self._later(self.state.read_past, self.folder, told["past"])
         self.show_next = 0.0

@@ -2,8 +2,9 @@
 Only this file imports prometheus_client, and the monitor imports this file only if it is asked for.
 
 Units are seconds, bytes and ratios; times are in seconds since 1970, so that a rule computes ages
-with `time() - …`. Every sample has the label `run`. What a rollback takes back (steps, tokens,
-skipped updates, seconds by cause) is a gauge, because a counter never falls.
+with `time() - …`. Every sample has the label `run`, the absolute path of the run folder: no
+two runs share one. What a rollback takes back (steps, tokens, skipped updates, seconds by cause) is
+a gauge, because a counter never falls.
 """
 
 import time

@@ -107,7 +107,15 @@ START = "unless on (run, instance) time() - lattice_start_timestamp_seconds"
         (f"{START} < 14400", "", "LatticeNoCheckpoint"),
         (f"> 300\n          {NEWEST}", "> 300", "LatticeFileNotWritten"),
         (f"== 1 {NEWEST}", "== 1", "LatticeRunFailed"),
-        ('_total{event="data_stage"}', '_total{event="x"}', "LatticeSlow"),
+        ('{event="data_stage"}', '{event="x"}', "LatticeSlow"),
+        # a count of one machine; an old file of another run; a machine that cannot be scraped
+        ('lattice:events{event="start"}', 'lattice_events_total{event="start"}', "LatticeRestarts"),
+        (f"suspicions_total {NEWEST}", "suspicions_total", "LatticeSuspicion"),
+        (
+            "max_over_time(lattice_updated_timestamp_seconds[1d])",
+            "lattice_updated_timestamp_seconds",
+            "LatticeSuspicion",
+        ),
     ],
 )
 def test_a_rule_that_is_wrong_is_found(programs, tmp_path, old, new, alert):

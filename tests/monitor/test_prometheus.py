@@ -143,16 +143,16 @@ def test_the_file_of_a_monitor(tmp_path):
     (tmp_path / "run").mkdir()
     lines = [json.dumps(event) for event in EVENTS] * 2
     (tmp_path / "run" / "events.jsonl").write_text("\n".join(lines) + "\n")
-    path = tmp_path / "lattice.prom"
+    path, run = tmp_path / "lattice.prom", str(tmp_path / "run")
     with FedMonitor(tmp_path, prometheus=str(path)) as monitor:
         monitor.event("start", step=10, world_size=8, began=20.0)
         wait_until(path.exists)
-        found = parsed(path.read_text())
+        found = parsed(path.read_text(), run)  # runs of two checkouts may both be runs/x
         assert (found["lattice_step"], found["lattice_last_step_timestamp_seconds"]) == (10, 9)
         monitor.step(11)
         monitor.event("end", state="requeue", step=11, reason="SIGTERM was received")
         monitor.end()
-    found = parsed(path.read_text())
+    found = parsed(path.read_text(), run)
     assert found["lattice_events_total event=start"] == 3
     assert found["lattice_events_total event=rollback"] == 2
     assert found["lattice_failed_saves_total"] == 2
