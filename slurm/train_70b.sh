@@ -294,6 +294,8 @@ NODE_LOGS=$logs on_nodes --nodes="$num_nodes" --ntasks="$num_nodes" --nodelist="
 training=$!
 {
   trap '' TERM
+  # tail keeps a file of each node open; the soft limit is often 1,024
+  ulimit -Sn "$(ulimit -Hn)" || true
   tail --quiet --lines=+1 --follow=name --retry --pid="$training" "$logs"/*.log 2>/dev/null |
     grep --line-buffered -v '^I[0-9]'
 } &

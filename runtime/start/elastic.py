@@ -54,7 +54,7 @@ from runtime.health.excluded import excluded_nodes, node_name
 from runtime.output import log
 from runtime.signals import Signals
 from runtime.start.environment import local_world
-from runtime.start.init import comes, fresh_store
+from runtime.start.init import Patience, comes, fresh_store
 from settings.config import Config
 from settings.layouts import layout_sizes
 
@@ -62,7 +62,7 @@ LOOK_SECONDS = 1.0  # between two looks of a spare at the store and for signals
 LOST_SECONDS = 120.0  # without an answer of the store, after which a spare gives up
 ANSWER_SECONDS = 60.0  # for all ranks to name their nodes, once all have joined
 AGENT_SECONDS = 10.0  # to wait for SIGTERM from this node's agent, after another's
-LEFT_SECONDS = 0.2  # between two looks at whether rank 0 has ended
+LEFT_SECONDS = 0.2  # between two looks at whether all have joined, or rank 0 has ended
 LEAVE_SECONDS = 10.0  # for the spares to answer at the end: one may be dead
 
 
@@ -153,9 +153,15 @@ def training_ranks(
         nodes = [_read(store, f"node/{other}", signals) for other in range(world)]
         excluded = set(excluded_nodes(Path(config.run.dir))) & set(nodes)
         chosen = choose_ranks(nodes, sizes, excluded)
-        spares = Counter(node for number, node in enumerate(nodes) if number not in set(chosen))
+        train = set(chosen)
+        spares = Counter(node for number, node in enumerate(nodes) if number not in train)
         store.set("chosen", json.dumps({"ranks": chosen, "nodes": nodes, "spares": spares}))
         _say(world, chosen, nodes, excluded, spares)
+    patience = Patience(signals.heard)
+    while store.add("joined", 0) < world - 1:  # see fresh_store; the last may be minutes later
+        _leave_if_signalled(signals)
+        patience.look()
+        time.sleep(LEFT_SECONDS)
     decided = json.loads(_read(store, "chosen", signals))
     chosen = decided["ranks"]
     if is_torchruns:

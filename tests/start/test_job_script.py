@@ -188,6 +188,15 @@ def test_what_a_step_gets(job):
     assert job.read("step") == f"{logs}/STOP {logs}/n3 22\n"
 
 
+def test_the_log_has_every_node(job):
+    """Also if there are more nodes than Slurm lets the script open files at first."""
+    (job.folder / "few").write_text("unset BASH_ENV; ulimit -Sn 64")
+    nodes = ",".join([*(f"m{number}" for number in range(80)), "n3"])  # n3's file is the last
+    given = {"BASH_ENV": str(job.folder / "few"), "PREFLIGHT": f"echo {nodes} $PWD/run"}
+    assert job.ends(f"echo trained; {FINISH}", **given) == 0
+    assert "trained\n" in job.read("log")
+
+
 def test_every_try_has_its_first_failure(tmp_path):
     """An agent counts only the restarts that its own ranks have caused, and n3 joins late."""
     starts = {"n1": {0: 0, 1: 0, 2: 1}, "n2": {0: 0, 1: 0, 2: 0}, "n3": {1: 0, 2: 1}}

@@ -1,11 +1,13 @@
 """Which of the launcher's ranks train, and how the others wait and end."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from proofs.ranks import Ranks
 from runtime.health.excluded import exclude, excluded_nodes, include
 from runtime.signals import Signals
-from runtime.start import elastic
+from runtime.start import elastic, init
 from runtime.start.checks import try_config
 from runtime.start.elastic import choose_ranks, training_ranks
 from tests import ROOT
@@ -266,3 +268,23 @@ def test_no_rank_leaves_before_rank_0(ranks):
 def test_a_rank_that_was_signalled_does_not_join(ranks, tmp_path):
     found = parted(ranks, tmp_path, "ab", [2], asked=True)
     assert found == [{"status": 128 + signal.SIGTERM}] * 2
+
+
+def test_the_last_rank_may_join_late(tmp_path):
+    """Rank 1 has joined, and waits for rank 2 for longer than ranks that have all joined do."""
+    store, seconds = dist.HashStore(), elastic.ANSWER_SECONDS
+    config = try_config([write_config(tmp_path, tmp_path, parallel={"layouts": [{"dp_shard": 2}]})])
+    decided = json.dumps({"ranks": [0, 1], "nodes": NODES[:3], "spares": {"b": 1}})
+    with (
+        patch.dict(os.environ, RANK="1", WORLD_SIZE="3", LOCAL_WORLD_SIZE="2"),
+        patch.object(elastic, "ANSWER_SECONDS", 0.0),
+        patch.object(init, "WAIT_SECONDS", 0.05),
+        ThreadPoolExecutor(3) as pool,
+    ):
+        early = pool.submit(training_ranks, config, signalled(False), store)
+        first = pool.submit(init.fresh_store, store, 0, 3, {})
+        wait([early], 1)  # in vain
+        elastic.ANSWER_SECONDS = seconds
+        init.fresh_store(store, 2, 3, {})
+        first.result().set("chosen", decided)
+        assert early.result().spares == {"b": 1}
