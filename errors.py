@@ -66,7 +66,7 @@ def is_file(path: Path) -> bool:
 
 
 def exists(path: Path) -> bool:
-    """Likewise."""
+    """As path.exists(), likewise."""
     return _mode(path) > 0
 
 

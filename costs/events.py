@@ -13,7 +13,15 @@ BACKWARD_OF_FORWARD = 2.5  # flash attention's FLOPs: five products in backward,
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 # of experts (model/kernels/grouped_matmul.py)
 GROUPED = {"grouped_mm", "add_grouped_weight_gradient"}
-OVERWRITE = {"copy_", "zero_", "fill_", "all_gather_copy_in", "_foreach_copy_", "_foreach_zero_"}
+OVERWRITE = {
+    "copy_",
+    "zero_",
+    "fill_",
+    "index_copy_",
+    "all_gather_copy_in",
+    "_foreach_copy_",
+    "_foreach_zero_",
+}
 LOOKUPS = {"embedding", "index", "index_select", "gather"}  # read some rows of the first argument
 
 
@@ -83,7 +91,7 @@ def event_of(func: Any, args: Any, kwargs: Any, result: Any) -> Event | None:
         given[0] = made
     size = sum(t.nbytes for t in tensors_of(given))
     size += sum(t.nbytes for t in made if not any(t is argument for argument in given))
-    if name not in OVERWRITE:  # what is changed in place is read and written
+    if name not in OVERWRITE and named.get("beta") != 0:  # changed in place: read and written
         changed = arguments_of(func, args, kwargs)
         size += sum(
             t.nbytes for a, ts, writes in changed if writes and not a.kwarg_only for t in ts

@@ -1,5 +1,6 @@
 """The `data` section of a run's configuration."""
 
+import os
 from typing import Annotated, Any
 
 from pydantic import ValidatorFunctionWrapHandler, WrapValidator
@@ -10,7 +11,7 @@ from declare import PathOrNone, PathText, Share, between, section
 
 def _each_once(given: Any, check: ValidatorFunctionWrapHandler) -> Any:
     folders = check(given)
-    if len(folders) < len(given):  # after ~ has become a folder
+    if len({*map(os.path.abspath, folders)}) < len(given):
         raise PydanticCustomError("twice", "It should name each folder once")
     return folders
 

@@ -149,11 +149,15 @@ class Mixture:
             files = {name: file.read_bytes() for name, file in tokenizer_files(path).items()}
             if files == self.tokenizer:  # to parse a large one takes half a second
                 return files
-            found = Tokenizer(files, str(path)).sha256
-            why = f"the data was prepared with another tokenizer (sha256 {wanted[:12]}…, this one "
-            why = "" if found == wanted else f"{why}has {found[:12]}…)"
+            found, why = Tokenizer(files, str(path)).sha256, ""
+            if found != wanted:
+                why = f"the data was prepared with another tokenizer (sha256 {wanted[:12]}…, this "
+                why += f"one has {found[:12]}…)"
         except UserError as error:
             why = f"this should be the data's tokenizer, and {error.why}"
+        except OSError as error:
+            raise_passing(error)
+            why = f"{error.filename} cannot be read ({error.strerror})"
         if why:
             remedy = "put the data's own back (each checkpoint trained on it has a copy), or "
             raise UserError("data.path", str(path), why, f"{remedy}prepare the data again")

@@ -99,6 +99,7 @@ class ColumnParallelFunction(torch.autograd.Function):
         for matmul, dy, weight in products:
             dx = matmul.input_gradient(dy, weight, into=dx)
         assert dx is not None
+        del products, dy, weight  # joined ones are copies
         if sequence_parallel and not deferred:
             x = gathering_x.wait()
         reducing_dx = start_reduce_(dx, group, sequence_parallel, pieces)
@@ -119,18 +120,18 @@ Product = tuple[LinearProducts, Tensor, Tensor]  # what computes dy [..., F] · 
 
 def join_narrow(products: Sequence[Product]) -> Sequence[Product]:
     """Products whose sum is dx. Adding one reads and writes dx, which takes longer than a product
-    of few columns (keys and values over tp). Such layers become one product, if what is copied for
-    it, a layer's dy and weight, is at most a third of dx."""
-    parts: tuple[list[Product], list[Product]] = [], []
-    for one in products:
-        _, dy, weight = one
-        size_of_dx = dy.numel() // weight.shape[-2] * weight.shape[-1]
-        parts[3 * (dy.numel() + weight.numel()) <= size_of_dx].append(one)
-    others, narrow = parts
+    of few columns (keys and values over tp). So layers that are less than a quarter as wide as dx
+    become one product, of the first one's object, for which their dy and weights are copied."""
+
+    def is_narrow(weight: Tensor) -> bool:  # of experts [X, F, D]: too much to copy
+        return weight.ndim == 2 and 4 * weight.shape[0] < weight.shape[1]
+
+    narrow = [one for one in products if is_narrow(one[2])]
     if len(narrow) < 2:
         return products
     (matmul, *_), dys, weights = zip(*narrow, strict=True)
-    return [*others, (matmul, torch.cat(dys, -1), torch.cat(weights, -2))]
+    others = [one for one in products if not is_narrow(one[2])]
+    return [*others, (matmul, torch.cat(dys, -1), torch.cat(weights))]
 
 
 class KeepForBackward(torch.autograd.Function):

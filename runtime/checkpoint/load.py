@@ -87,7 +87,7 @@ def _check_weights(path: Path, config: Config, data: Mixture) -> None:
     check_model(path, parse_trainer(path), config, ROTATION_KEYS)
     try:
         sha256 = Tokenizer.load(path).sha256
-    except UserError:  # it has none
+    except UserError:  # none that can be read
         return
     if sha256 != data.tokenizer_sha256:
         log(

@@ -182,7 +182,7 @@ class Commands:
         except OSError as error:  # without it, checkpoint.keep_last may delete the checkpoint
             problem = f"{running} cannot be written: {error.strerror}"
         else:
-            is_gone = None in (sha, _manifest_sha(path))  # which never raises
+            is_gone = sha is None or _manifest_sha(path) is None
             problem = DELETED if is_gone else self._command(path) if sha else UNREADABLE
             # If this fails, it is not run again now, but by the next start.
             with contextlib.suppress(OSError):

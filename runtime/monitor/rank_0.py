@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from errors import exists
 from runtime.log.run_log import PAUSE_SECONDS
 from runtime.log.status import read_status, write_status
 from runtime.monitor.after_commit import progress
@@ -62,7 +63,7 @@ class Monitor:
             "name": run.dir,  # as in the configuration: how the run is called in alarms
             "cwd": os.getcwd(),  # commands run there
             # bytes of events.jsonl: what happened before this start, and raises no alarm
-            "past": events.stat().st_size if events.exists() else 0,
+            "past": events.stat().st_size if exists(events) else 0,
             "due": PAUSE_SECONDS,
             "on_event": on_event(self.config),
             "prometheus": run.prometheus and prometheus(str(run.prometheus)),

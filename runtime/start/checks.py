@@ -22,6 +22,7 @@ from parallel.disk import DiskMemory
 from runtime.agreement import from_rank_0, on_all_ranks
 from runtime.device import check_gpu, prepare_determinism
 from runtime.evaluation.rows import Task, open_tasks
+from runtime.exit import this_rank
 from runtime.monitor.check import check_alerts
 from runtime.start.attention import describe_attention
 from runtime.start.environment import local_world
@@ -118,7 +119,8 @@ def open_train_and_heldout(
         remedy = f"set model.vocab_size={data.vocab_size}, or if the model exists already, prepare "
         remedy += "the data with its tokenizer"
         raise UserError("model.vocab_size", config.model.vocab_size, why, remedy)
-    data.read_tokenizer()  # raises if it is not the data's: each checkpoint includes a copy
+    if this_rank() == 0:  # which adds a copy to each checkpoint
+        data.read_tokenizer()  # raises if it is not the data's
     for split in filter(None, (data, heldout)):  # raises if a split is too short for one sequence
         options = {"num_samples": 1, "dp_rank": 0, "dp_size": 1, "rows": 1}
         next(heldout_batches(split, seq_len=config.train.seq_len, **options))

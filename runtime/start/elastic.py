@@ -161,7 +161,7 @@ def training_ranks(
     while store.add("joined", 0) < world - 1:  # see fresh_store; the last may be minutes later
         _leave_if_signalled(signals)
         patience.look()
-        time.sleep(LEFT_SECONDS)
+        time.sleep(max(LEFT_SECONDS, world / 5000))  # thousands would keep the store busy
     decided = json.loads(_read(store, "chosen", signals))
     chosen = decided["ranks"]
     if is_torchruns:

@@ -71,19 +71,16 @@ def test_tp_ranks_share_the_operations() -> None:
 
 @pytest.mark.parametrize(
     ("name", "others", "passes"),
-    [
-        ("add.Tensor", 1, 3),
-        ("add_.Tensor", 1, 3),
-        ("addmm_.default", 2, 4),
-        ("copy_.default", 1, 2),
-    ],
-)
+    [("add.Tensor", 1, 3), ("add_.Tensor", 1, 3), ("copy_.default", 1, 2),
+     ("addmm_.default", 2, 4), ("addmm_.default beta", 2, 3)],
+)  # fmt: skip
 def test_what_is_changed_in_place_is_read_and_written(name: str, others: int, passes: int) -> None:
     """Bytes, in tensors. What is overwritten is not read."""
+    name, *zero = name.split()
     packet, overload = name.split(".")
     operator = getattr(getattr(torch.ops.aten, packet), overload)
-    arguments = [torch.ones(4, 4) for _ in range(1 + others)]
-    event = event_of(operator, arguments, {}, operator(*arguments))
+    arguments, named = [torch.ones(4, 4) for _ in range(1 + others)], dict.fromkeys(zero, 0)
+    event = event_of(operator, arguments, named, operator(*arguments, **named))
     assert event.bytes == passes * arguments[0].nbytes  # type: ignore[union-attr]
 
 

@@ -112,7 +112,7 @@ START = "unless on (run, instance) time() - lattice_start_timestamp_seconds"
         ('lattice:events{event="start"}', 'lattice_events_total{event="start"}', "LatticeRestarts"),
         (f"suspicions_total {NEWEST}", "suspicions_total", "LatticeSuspicion"),
         (
-            "max_over_time(lattice_updated_timestamp_seconds[1d])",
+            "max_over_time(lattice:updated[1d])",
             "lattice_updated_timestamp_seconds",
             "LatticeSuspicion",
         ),

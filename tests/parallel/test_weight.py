@@ -82,11 +82,11 @@ def test_what_is_between_overlaps_in_forward_and_backward():
 
 
 def test_narrow_layers_pass_over_dx_once():
-    """The input gradients of two narrow layers are one product. Control: with too few rows for what
-    is copied, they are two."""
-    weights = [torch.randn(width, 64, dtype=torch.float64) for width in (64, 8, 8)]
-    for rows, widths in ((256, [64, 16]), (8, [64, 8, 8])):
-        dys = [torch.randn(rows, 2, len(w), dtype=torch.float64) for w in weights]
+    """The input gradients of two narrow layers are one product. Control: those of wider ones are
+    two."""
+    for narrow, widths in ((8, [64, 16]), (16, [64, 16, 16])):
+        weights = [torch.randn(width, 64, dtype=torch.float64) for width in (64, narrow, narrow)]
+        dys = [torch.randn(9, 2, len(w), dtype=torch.float64) for w in weights]
         products = join_narrow([*zip([Matmul() for _ in weights], dys, weights, strict=True)])
         assert [weight.shape[0] for *_, weight in products] == widths
         dx = sum(matmul.input_gradient(dy, weight) for matmul, dy, weight in products)

@@ -112,6 +112,7 @@ WRONG = [
     (f"run.dir={'x' * 5000}", "have at most 4096 characters"),
     (f"data.path={'{' * 1000}", "nested too deeply"),
     (f"data.path={{~/a: 0.7, {Path.home()}/a: 0.1}}", "name each folder once"),
+    ("data.path={a: 0.7, ./a: 0.1}", "name each folder once"),
     (f"train.steps={'9' * 5000}", "cannot be read"),
     ("train.steps=!!python/object/apply:os.getcwd []", "is not a YAML value"),
 ]
