@@ -87,11 +87,10 @@ def check_options(parser: CommandParser, options: argparse.Namespace, config: Co
                 option, told = f"--{name.replace('_', '-')}", getattr(value, "name", value)
                 raise UserError(option, told, f"--{mode} does not read it", "leave it out")
     at_least(0, tokens=options.tokens, price=options.price)
-    one = (
-        "a search is" if options.search else "so uneven a load is" if options.imbalance > 1 else ""
-    )
-    if one and config.data_stages and options.data_stage is None:
-        why = f"{one} for one data stage, and each may have a layout of its own"
+    is_of_one = options.search or options.imbalance > 1
+    if is_of_one and config.data_stages and options.data_stage is None:
+        what = "a search" if options.search else "so uneven a load"
+        why = f"{what} is for one data stage, and each may have a layout of its own"
         raise UserError("--data-stage", None, why, f"give 0 to {len(config.data_stages)}")
 
 
