@@ -7,21 +7,12 @@ from typing import Any, NamedTuple
 import torch
 
 from costs.collectives import Call
-from costs.operators import NO_WORK, arguments_of, name_of, tensors_of
+from costs.operators import NO_WORK, by_name, name_of, tensors_of, traffic
 
 BACKWARD_OF_FORWARD = 2.5  # flash attention's FLOPs: five products in backward, two in forward
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 # of experts (model/kernels/grouped_matmul.py)
 GROUPED = {"grouped_mm", "add_grouped_weight_gradient"}
-OVERWRITE = {
-    "copy_",
-    "zero_",
-    "fill_",
-    "index_copy_",
-    "all_gather_copy_in",
-    "_foreach_copy_",
-    "_foreach_zero_",
-}
 LOOKUPS = {"embedding", "index", "index_select", "gather"}  # read some rows of the first argument
 
 
@@ -83,19 +74,11 @@ def event_of(func: Any, args: Any, kwargs: Any, result: Any) -> Event | None:
     name = name_of(func)
     if func.is_view or name in NO_WORK:
         return None
-    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    named = by_name(func, args, kwargs)
     if "query" in named and "key" in named:
         return _attention(named)
-    given, made = [*args, *kwargs.values()], list(tensors_of([result]))
-    if name in LOOKUPS:
-        given[0] = made
-    size = sum(t.nbytes for t in tensors_of(given))
-    size += sum(t.nbytes for t in made if not any(t is argument for argument in given))
-    if name not in OVERWRITE and named.get("beta") != 0:  # changed in place: read and written
-        changed = arguments_of(func, args, kwargs)
-        size += sum(
-            t.nbytes for a, ts, writes in changed if writes and not a.kwarg_only for t in ts
-        )
+    read, written = traffic(func, args, kwargs, list(tensors_of([result])))
+    size = sum(t.nbytes for t in [*(written if name in LOOKUPS else read[:1]), *read[1:], *written])
     if name in GROUPED:
         return _grouped(name, named, size)
     if name.rstrip("_") in PRODUCTS:  # their right factor is the last matrix among the arguments

@@ -48,6 +48,11 @@ def launches_nothing(func: Any) -> bool:
     return func.is_view or name_of(func) in NO_LAUNCH
 
 
+def by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call that were given."""
+    return dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+
+
 def arguments_of(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, list[Tensor], bool]]:
     """Each argument of a call, by the operator's schema: the schema's entry, the tensors, and
     whether they are written."""
@@ -57,6 +62,35 @@ def arguments_of(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, list[
         writes = argument.alias_info is not None and argument.alias_info.is_write
         writes = writes or _WRITES_ARGUMENT.get(schema.name) == number
         yield argument, list(tensors_of([value])), writes
+
+
+# They have the same numbers as their source, perhaps in another dtype.
+COPIES = {
+    "_to_copy", "copy", "copy_", "index_copy_", "clone", "cat", "stack", "repeat", "_foreach_copy_",
+    "all_gather_copy_in", "split_with_sizes_copy", "chunk_cat", "_chunk_cat", "constant_pad_nd",
+}  # fmt: skip
+FILLS = {
+    "zeros", "zeros_like", "new_zeros", "zero_", "ones", "ones_like", "new_ones", "fill_", "full",
+    "full_like", "new_full", "scalar_tensor", "_foreach_zero_",
+}  # fmt: skip
+
+
+def traffic(
+    func: Any, args: Any, kwargs: Any, made: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that an operator reads, and those that it writes. `made`: its results."""
+    name = name_of(func)
+    if name == "all_gather_copy_in":  # FSDP: copies the inputs into a part of the output
+        return list(args[0]), made[:1]
+    read: list[Tensor] = []
+    written: list[Tensor] = []
+    overwrites = name in COPIES or by_name(func, args, kwargs).get("beta") == 0
+    for argument, tensors, mutated in arguments_of(func, args, kwargs):
+        written += tensors if mutated else []
+        if name not in FILLS and not (mutated and (argument.is_out or overwrites)):
+            read += tensors
+    written += [t for t in made if not any(t is other for other in written)]
+    return read, written
 
 
 def accesses(func: Any, args: Any, kwargs: Any, result: Any) -> Iterator[tuple[Tensor, bool]]:

@@ -148,6 +148,7 @@ class Round:
             if axis.size > 1:
                 self.legs.append(Leg(hop, axis, here))
             here = [each for each in here if each.owner[hop] == axis.rank]
+        self.mine = here  # those that this rank owns
 
     def sends(self) -> Iterator[tuple[str, int]]:
         """The axis, and the numbers that this rank sends or receives, of each all-to-all."""

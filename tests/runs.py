@@ -1,6 +1,7 @@
 """Small but complete training runs on the ranks of the tests' pool."""
 
 import contextlib
+import errno
 import io
 import json
 import multiprocessing
@@ -41,6 +42,7 @@ from tests.data_samples import tokenizer
 from tests.steps import make_step
 from training.step import TrainStep
 
+STALE = OSError(errno.ESTALE, os.strerror(errno.ESTALE))  # of a file server, for a moment
 FIXTURE = ROOT / "tests/fixtures" / "step-00000002"  # of an earlier version: pp 2 × tp 2, two steps
 LAYOUT_3D = {"tp": 2, "pp": 2}  # and, on 8 ranks, dp_shard 2
 # for the section `model`: a dense layer, then layers of 4 experts with biases

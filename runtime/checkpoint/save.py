@@ -236,7 +236,7 @@ class Saver:
     def _write_partial(self, partial: Path) -> Manifest:
         """Write the tensors' files into the work folder. Collective over all ranks' threads."""
         tensors = {name: Placed(copy, self.tensors[name]) for name, copy in self.copies.items()}
-        writer = FilesOfSomeSize(str(partial), save_distributed=True)
+        writer = FilesOfSomeSize(partial)
         self._agree(lambda: dcp.save(tensors, storage_writer=writer, process_group=self.group))
         mine = {name: Stored(DTYPES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
         point = self._agree(random_point)[0]
@@ -244,12 +244,10 @@ class Saver:
         def describe() -> tuple[Manifest, Counter[str]]:
             """What is in the files that this rank wrote, and what they cover."""
             written, covered = Manifest(files={}, tensors=mine), Counter[str]()
-            # unlike glob, this raises if the folder is gone
-            for path in partial.iterdir():
-                if path.name.startswith(f"shard-{dist.get_rank() + 1:05d}-"):
-                    sync(path)
-                    covered += cover(path, written, point)
-                    written.files[path.name] = fingerprint(path)
+            for path in writer.files:
+                sync(path)
+                covered += cover(path, written, point)
+                written.files[path.name] = fingerprint(path)
             return written, covered
 
         manifest, covered = Manifest(files={}, tensors={}), Counter[str]()
@@ -366,17 +364,21 @@ class Saver:
 
 
 class FilesOfSomeSize(HuggingFaceStorageWriter):
-    """Writes a rank's part to files of about FILE_BYTES each, straight from the tensors. (DCP has
+    """Writes a rank's part to `files` of about FILE_BYTES each, straight from the tensors. (DCP has
     safetensors make two copies of a file in memory, which holds Python's lock: for a file of 1 GB,
     training could launch nothing for almost a second.)"""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder), save_distributed=True)
+        self.files: list[Path] = []
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         tensors = [cast(Tensor, planner.resolve_data(item)) for item in plan.items]
         parts = [*ranges_of_size([tensor.nbytes for tensor in tensors], FILE_BYTES)]
         for number, part in enumerate(parts, start=1):
             name = f"shard-{dist.get_rank() + 1:05d}-model-{number:05d}-of-{len(parts):05d}"
-            path = self.fs.concat_path(self.path, name + TENSORS)
-            with self.fs.create_stream(path, "wb") as file:
+            self.files.append(Path(self.path, name + TENSORS))
+            with self.fs.create_stream(self.files[-1], "wb") as file:
                 write_tensors(file, {plan.items[i].index: tensors[i] for i in part})
         written: Future[list[WriteResult]] = Future()
         written.set_result([])  # of which DCP would make an index; the manifest is ours

@@ -1,7 +1,6 @@
 """checkpoint.after_commit: run for each committed checkpoint until it succeeds, newest first. No
 checkpoint is deleted while it runs."""
 
-import errno
 import itertools
 import json
 import os
@@ -18,7 +17,7 @@ from runtime.checkpoint.save import Saver
 from runtime.monitor import after_commit
 from runtime.monitor.after_commit import Commands, progress
 from tests.monitor.alert_helpers import settings_of, wait_until
-from tests.runs import names, run, status_of, write_config
+from tests.runs import STALE, names, run, status_of, write_config
 
 
 class Folder:
@@ -141,12 +140,11 @@ def test_what_fails_for_a_moment_is_tried_again(tmp_path):
     the checkpoint. One whose manifest a shared file system fails to read is not taken for
     deleted; nor does a folder that it cannot read when the commands begin end them."""
     folder = Folder(tmp_path, "echo x >> tries")
-    stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
     blocked = folder.checkpoints / AFTER_COMMIT
     blocked.touch()  # so that nothing can be written there, as on a full disk
     path = folder.commit(10)
     whole = (path / MANIFEST).read_text()
-    told = itertools.chain([stale], itertools.repeat(progress(folder.checkpoints)))
+    told = itertools.chain([STALE], itertools.repeat(progress(folder.checkpoints)))
     with patch.object(after_commit, "progress", side_effect=told):
         folder.start(events=1)
     assert f"{path.name}.a10.running cannot be written: " in folder.events[0]["failed"]

@@ -39,6 +39,7 @@ from settings.load import load_config
 from tests import runs
 from tests.data_samples import SOURCE, flip_a_bit, other_tokenizer, tokenizer
 from tests.planted import planted
+from tests.runs import STALE
 from tools import verify
 
 
@@ -248,7 +249,6 @@ def test_the_next_save_can_succeed_after_a_rank_was_silent(ranks, data, tmp_path
     verify_checkpoint(runs.checkpoint_of(tmp_path, 2))
 
 
-STALE = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 READERS: dict[str, tuple[Callable[[Config], object], str]] = {  # what reads or writes; what fails
     "a checkpoint's file": (
         lambda _: verify_checkpoint(runs.FIXTURE), "runtime.checkpoint.verify.fingerprint"),

@@ -1,7 +1,6 @@
 """Sources are read exactly and in order, and the prepared data is the same for any number of
 workers. The held-out text is a pure function of document ids, or of texts if there are few."""
 
-import errno
 import json
 import math
 import os
@@ -37,7 +36,7 @@ from tests.data_samples import (
     tokenizer,
     write,
 )
-from tests.runs import contents, names, write_config
+from tests.runs import STALE, contents, names, write_config
 from tools import tokenizer as tokenizer_command
 from tools.tokenizer import texts as tokenizer_texts
 
@@ -301,7 +300,6 @@ def test_one_file_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert open_train_and_heldout(load_config(config, ["train.eval_interval=0"]))[1] is None
 
 
-STALE = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 OLD, NEW = {"out/file": b"old", ".out.partial/file": b"new"}, {"out/file": b"new"}
 
 

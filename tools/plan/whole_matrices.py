@@ -6,7 +6,7 @@ from itertools import pairwise
 from math import prod
 
 from parallel.memory import TEMPORARY
-from parallel.whole_matrices import Owned, Round, interleave
+from parallel.whole_matrices import Round, interleave
 from tools.plan.account import Account
 from tools.plan.layout import Layout
 
@@ -46,7 +46,7 @@ def _round(account: Account, layout: Layout, each: Round) -> Generator[None, Non
             account.add(TEMPORARY, owned)  # joined
             account.free(TEMPORARY, held + received)
         held = owned
-    shapes = [one.matrix.shape for one in each.owned if is_mine(one)]
+    shapes = [one.matrix.shape for one in each.mine]
     results = width * sum(map(prod, shapes))
     squares = width * sum(min(shape) ** 2 for shape in shapes)
     # an iteration's x before and after, its square, and the matrix that multiplies x
@@ -65,8 +65,3 @@ def _round(account: Account, layout: Layout, each: Round) -> Generator[None, Non
         for before, part in pairwise([0, *parts]):  # the step of a matrix, beside that before
             account.reach({TEMPORARY: layout.master * (before + 3 * part)})
     account.free(TEMPORARY, held)
-
-
-def is_mine(one: Owned) -> bool:
-    """Whether this rank owns the matrix."""
-    return one.owner == tuple(hop.rank for hop in one.matrix.hops)

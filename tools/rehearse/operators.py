@@ -31,7 +31,8 @@ from costs.collectives import Call, Work
 from costs.collectives import arguments_of as arguments_of_collective
 from costs.events import GROUPED, LOOKUPS, Attention, Product, event_of
 from costs.operators import (
-    arguments_of,
+    COPIES,
+    FILLS,
     host_copy,
     launches_nothing,
     name_of,
@@ -39,6 +40,7 @@ from costs.operators import (
     on_device,
     takes_from_host,
     tensors_of,
+    traffic,
 )
 from costs.storages import key_of, local, watch_resizes
 from hardware import H100
@@ -54,19 +56,11 @@ from tools.rehearse.tape import ONE_RANK, Tape
 
 # --- what an operator is, and what it moves ---
 
-# The kinds of operators, in the order in which they are printed. A copy has the same numbers as its
-# source, perhaps in another dtype; `pointwise` is all that moves bytes and has no other name.
+# The kinds of operators, in the order in which they are printed; `pointwise` is all that moves
+# bytes and has no other name.
 PRODUCT, ATTENTION, TRITON, POINTWISE = "product", "attention", "Triton", "pointwise"
 COPY, FILL, COLLECTIVE = "copy", "fill", "collective"
 KINDS = (PRODUCT, ATTENTION, TRITON, POINTWISE, COPY, FILL, COLLECTIVE)
-COPIES = {
-    "_to_copy", "copy", "copy_", "index_copy_", "clone", "cat", "stack", "repeat", "_foreach_copy_",
-    "all_gather_copy_in", "split_with_sizes_copy", "chunk_cat", "_chunk_cat", "constant_pad_nd",
-}  # fmt: skip
-FILLS = {
-    "zeros", "zeros_like", "new_zeros", "zero_", "ones", "ones_like", "new_ones", "fill_", "full",
-    "full_like", "new_full", "scalar_tensor", "_foreach_zero_",
-}  # fmt: skip
 # PyTorch carries it out as two: a copy, and the same in place.
 LAUNCHES = {"masked_fill": 2}
 
@@ -74,23 +68,6 @@ LAUNCHES = {"masked_fill": 2}
 def size_of(tensors: list[Tensor]) -> int:
     """Bytes that the tensors occupy in memory; an expanded dimension counts once."""
     return sum(min(t.nbytes, local(t).untyped_storage().nbytes()) for t in tensors)
-
-
-def traffic(
-    func: Any, args: Any, kwargs: Any, made: list[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors that an operator reads, and those that it writes. `made`: its results."""
-    name = name_of(func)
-    if name == "all_gather_copy_in":  # FSDP: copies the inputs into a part of the output
-        return list(args[0]), made[:1]
-    read: list[Tensor] = []
-    written: list[Tensor] = []
-    for argument, tensors, mutated in arguments_of(func, args, kwargs):
-        written += tensors if mutated else []
-        if name not in FILLS and not (mutated and (argument.is_out or name in COPIES)):
-            read += tensors
-    written += [t for t in made if not any(t is other for other in written)]
-    return read, written
 
 
 # --- the line that causes it, and the pass of the step ---
