@@ -75,7 +75,7 @@ class GroupedMatmul:
         self, dy: Tensor, weight: Tensor, into: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         assert out is None
-        dx = grouped_mm(dy.contiguous(), weight, self.ends)
+        dx = grouped_mm(dy if dy.stride(-1) == 1 else dy.contiguous(), weight, self.ends)
         return dx if into is None else into.add_(dx)
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:

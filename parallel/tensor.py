@@ -121,17 +121,32 @@ Product = tuple[LinearProducts, Tensor, Tensor]  # what computes dy [..., F] · 
 def join_narrow(products: Sequence[Product]) -> Sequence[Product]:
     """Products whose sum is dx. Adding one reads and writes dx, which takes longer than a product
     of few columns (keys and values over tp). So layers that are less than a quarter as wide as dx
-    become one product, of the first one's object, for which their dy and weights are copied."""
+    become one product, of the first one's object, for which their dy and weights are copied. Small
+    experts (weights [X, F, D]), too, if they are less than half as wide: a grouped product cannot
+    add, so that a sum is an operation of its own."""
 
-    def is_narrow(weight: Tensor) -> bool:  # of experts [X, F, D]: too much to copy
-        return weight.ndim == 2 and 4 * weight.shape[0] < weight.shape[1]
+    def is_narrow(weight: Tensor) -> bool:
+        return (4 if weight.ndim == 2 else 2) * weight.shape[-2] < weight.shape[-1]
 
     narrow = [one for one in products if is_narrow(one[2])]
     if len(narrow) < 2:
         return products
     (matmul, *_), dys, weights = zip(*narrow, strict=True)
     others = [one for one in products if not is_narrow(one[2])]
-    return [*others, (matmul, torch.cat(dys, -1), torch.cat(weights))]
+    return [*others, (matmul, side_by_side(dys), torch.cat(weights, -2))]
+
+
+def side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors [R, Fᵢ] as one [R, ΣFᵢ]: a copy, unless they are the parts of one already."""
+
+    def place(part: Tensor) -> tuple[Any, ...]:
+        return id(part._base), part.storage_offset(), part.shape, part.stride()
+
+    whole, widths = parts[0]._base, [part.shape[-1] for part in parts]
+    if whole is None or whole.shape[-1] != sum(widths):
+        return torch.cat([*parts], -1)
+    is_whole = [*map(place, parts)] == [*map(place, whole.split(widths, -1))]
+    return whole if is_whole else torch.cat([*parts], -1)
 
 
 class KeepForBackward(torch.autograd.Function):

@@ -97,11 +97,11 @@ def add_grouped_weight_gradient(
     `into`, which may be wider than that of dy [R, M] and x [R, N]. With beta 0 the values of
     `into` are not read."""
     if has_kernel(dy, x, kernels):
-        dy, x = dy.contiguous(), x.contiguous()
+        dy, x = dy if dy.stride(1) == 1 else dy.contiguous(), x.contiguous()
         experts, m, n = into.shape
         _add_weight_gradient[(cdiv(m, SIDES[0]) * cdiv(n, SIDES[1]), experts)](
-            dy, x, ends, into, m, n, ADD=beta == 1, SIDE_M=SIDES[0], SIDE_N=SIDES[1], ROWS=ROWS,
-            num_warps=WARPS, num_stages=stages(),
+            dy, x, ends, into, m, n, dy.stride(0), ADD=beta == 1, SIDE_M=SIDES[0],
+            SIDE_N=SIDES[1], ROWS=ROWS, num_warps=WARPS, num_stages=stages(),
         )  # fmt: skip
         return
     wide, sizes = into.dtype != dy.dtype, sizes_of(ends)
@@ -117,7 +117,7 @@ def add_grouped_weight_gradient(
 
 @jit
 def _add_weight_gradient(
-    DY, X, ENDS, DW, m, n, ADD: tl.constexpr, SIDE_M: tl.constexpr, SIDE_N: tl.constexpr,
+    DY, X, ENDS, DW, m, n, between, ADD: tl.constexpr, SIDE_M: tl.constexpr, SIDE_N: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1)
@@ -131,7 +131,7 @@ def _add_weight_gradient(
     for first in range(begin, end, ROWS):
         row = first + tl.arange(0, ROWS)[:, None]
         inside, start = row < end, row.to(tl.int64)
-        dy = tl.load(DY + start * m + i[None, :], mask=inside & (i < m)[None, :], other=0.0)
+        dy = tl.load(DY + start * between + i[None, :], mask=inside & (i < m)[None, :], other=0.0)
         x = tl.load(X + start * n + j[None, :], mask=inside & (j < n)[None, :], other=0.0)
         dw = tl.dot(tl.trans(dy), x, dw)
     # in two halves, because the sum so far would not fit into registers beside the whole tile

@@ -4,6 +4,8 @@
 
 Multiplied here and not after the last product, the weight's gradient needs no result of an expert.
 
+dg and du are the halves of one [R, 2·F], so that dx can be one product (parallel/tensor.py).
+
 Bytes per element in bfloat16: forward 6 (read g and u, write y), backward 10 (read dy, g, u; write
 dg, du), as without weights. In separate operations it would be 18 and 32: products with w are in
 float32, and are rounded in an operation of their own.
@@ -40,11 +42,13 @@ class WeightedSwiGLU(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         gate, up, weights = ctx.saved_tensors
         if use_triton(gate, ctx.kernels):
-            found = torch.ops.lattice.weighted_swiglu_backward(dy, gate, up, weights)
-            return *found, None
-        dweights = (dy.to(weights.dtype) * swiglu(gate, up, ctx.kernels)).sum(1)
-        dh = (dy * weights.unsqueeze(1)).to(dy.dtype)
-        return *swiglu_gradients(dh, gate, up), dweights, None
+            both, dweights = torch.ops.lattice.weighted_swiglu_backward(dy, gate, up, weights)
+        else:
+            dweights = (dy.to(weights.dtype) * swiglu(gate, up, ctx.kernels)).sum(1)
+            dh = (dy * weights.unsqueeze(1)).to(dy.dtype)
+            both = torch.cat(swiglu_gradients(dh, gate, up), 1)
+        dgate, dup = both.chunk(2, 1)
+        return dgate, dup, dweights, None
 
 
 @jit
@@ -59,8 +63,10 @@ def _forward(G, U, W, Y, width, ACC: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @jit
-def _backward(DY, G, U, W, DG, DU, DW, width, ACC: tl.constexpr, BLOCK: tl.constexpr):
+def _backward(DY, G, U, W, DGU, DW, width, ACC: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
+    DG = DGU + row * 2 * width
+    DU = DG + width
     w = tl.load(W + row).to(ACC)
     dw = tl.zeros((BLOCK,), ACC)
     for first in range(0, width, BLOCK):
@@ -74,8 +80,8 @@ def _backward(DY, G, U, W, DG, DU, DW, width, ACC: tl.constexpr, BLOCK: tl.const
         dw += dy * silu * u
         dy *= w
         dg = dy * u * (sigma + silu * (1.0 - sigma))
-        tl.store(DG + i, dg.to(DG.dtype.element_ty), mask=inside)
-        tl.store(DU + i, (dy * silu).to(DU.dtype.element_ty), mask=inside)
+        tl.store(DG + column, dg.to(DGU.dtype.element_ty), mask=inside)
+        tl.store(DU + column, (dy * silu).to(DGU.dtype.element_ty), mask=inside)
     tl.store(DW + row, tl.sum(dw, 0))
 
 
@@ -101,20 +107,20 @@ def _(gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
 @torch.library.custom_op("lattice::weighted_swiglu_backward", mutates_args=())
 def _weighted_swiglu_backward(
     dy: Tensor, gate: Tensor, up: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     dy, gate, up, weights = (t.contiguous() for t in (dy, gate, up, weights))
-    dgate, dup = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
-    dweights = weights.new_empty(weights.shape)
     rows, width = gate.shape
+    both, dweights = gate.new_empty((rows, 2 * width)), weights.new_empty(weights.shape)
     block = min(BLOCK, next_power_of_2(width))
     if rows:
         _backward[(rows,)](
-            dy, gate, up, weights, dgate, dup, dweights, width, ACC=accumulator(gate.dtype),
+            dy, gate, up, weights, both, dweights, width, ACC=accumulator(gate.dtype),
             BLOCK=block, num_warps=warps_for(block),
         )  # fmt: skip
-    return dgate, dup, dweights
+    return both, dweights
 
 
 @_weighted_swiglu_backward.register_fake
-def _(dy: Tensor, gate: Tensor, up: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return gate.new_empty(gate.shape), gate.new_empty(gate.shape), weights.new_empty(weights.shape)
+def _(dy: Tensor, gate: Tensor, up: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    rows, width = gate.shape
+    return gate.new_empty((rows, 2 * width)), weights.new_empty(weights.shape)

@@ -55,6 +55,8 @@ def test_products_of_each_expert(sizes, dtype, width):
     aligned = width == N and dtype != torch.float64 and sum(sizes) > 0
     assert grouped_matmul._by_torch(x, b) == aligned  # all else takes the loop
     assert_close(grouped_mm(x, b, ends), products(x, b, sizes), dtype)
+    wide = torch.cat([x.new_full((len(x), 64), torch.nan), x], 1)
+    assert_close(grouped_mm(wide[:, 64:], b, ends), products(x, b, sizes), dtype)
     # as in forward, where the weight is [X, out, in]
     b = b.transpose(1, 2).contiguous().transpose(1, 2)
     assert_close(grouped_mm(x, b, ends), products(x, b, sizes), dtype)
@@ -75,10 +77,11 @@ def test_weight_gradients_are_added_in_a_wider_dtype(sizes, dtype, kernels):
 @NEEDS_TRITON
 @pytest.mark.parametrize("total", [torch.float32, torch.bfloat16])
 def test_a_weight_gradient_of_several_tiles(total):
-    """Tiles with edges inside and blocks of rows with ends inside; in Triton's interpreter, too,
-    16-bit factors are summed in float32 and rounded once."""
+    """Tiles with edges inside and blocks of rows with ends inside, of a dy that is a part of wider
+    rows; in Triton's interpreter, too, 16-bit factors are summed in float32 and rounded once."""
     sizes, m, n = [100, 0, 64, 7], SIDES[0] + 32, SIDES[1] + 16
     x, dy, _, ends = (t.to(DEVICE) for t in factors(sizes, torch.bfloat16, n, m))
+    dy = torch.cat([dy.new_full(dy.shape, torch.nan), dy], 1).chunk(2, 1)[1]
     into = randn(len(sizes), m, n, dtype=total, seed=9)
     exact = into.double() + gradients(dy, x, sizes)
     add_grouped_weight_gradient(into, dy, x, ends, 1, "triton")

@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
-from model.matmul import Matmul
+from model.matmul import GroupedMatmul, Matmul
 from parallel.asynchronous import Start, Wait
 from parallel.collectives import ONE_RANK
-from parallel.tensor import join_narrow
+from parallel.tensor import join_narrow, side_by_side
 from parallel.weight_gradient import Job, Place, WeightGradient, deferring, run_jobs
 
 
@@ -92,3 +92,20 @@ def test_narrow_layers_pass_over_dx_once():
         dx = sum(matmul.input_gradient(dy, weight) for matmul, dy, weight in products)
         each = sum(dy @ weight for dy, weight in zip(dys, weights, strict=True))
         torch.testing.assert_close(dx, each)
+
+
+def test_small_experts_have_one_product_of_the_gradient_that_swiglu_wrote():
+    """A copy of their dy would cost half of what it saves. Controls: wider experts have two; parts
+    in another order, or of two tensors, are copied."""
+    products = GroupedMatmul(torch.tensor([5, 9], dtype=torch.int32), "torch")
+    for width, joined in ((16, 1), (32, 2)):
+        weights = [torch.randn(2, width, 64, dtype=torch.float64) for _ in range(2)]
+        both = torch.randn(9, 2 * width, dtype=torch.float64)
+        dys = both.chunk(2, 1)
+        found = join_narrow([*zip([products] * 2, dys, weights, strict=True)])
+        assert [dy is both for _, dy, _ in found] == [joined == 1] * joined
+        dx = sum(matmul.input_gradient(dy, weight) for matmul, dy, weight in found)
+        each = sum(products.input_gradient(*pair) for pair in zip(dys, weights, strict=True))
+        torch.testing.assert_close(dx, each)
+    for parts in (dys[::-1], (dys[0], dys[1].clone()), (dys[0].clone(), dys[1])):
+        assert torch.equal(side_by_side(parts), torch.cat(parts, 1))
