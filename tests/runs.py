@@ -28,8 +28,9 @@ from runtime.agreement import on_all_ranks
 from runtime.checkpoint.folder import complete_checkpoints
 from runtime.checkpoint.folder import step_of as step_of_checkpoint
 from runtime.checkpoint.load import load
-from runtime.checkpoint.manifest import MANIFEST, PLACES
+from runtime.checkpoint.manifest import MANIFEST
 from runtime.checkpoint.save import SaveFailed
+from runtime.checkpoint.tensor_files import PLACES
 from runtime.checkpoint.verify import parse_trainer
 from runtime.log.events import read_events
 from runtime.log.run_log import RunLog

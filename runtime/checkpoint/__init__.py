@@ -6,11 +6,12 @@ save.py            saves while training continues
 host_copies.py     where a save copies a rank's tensors
 
 load.py            finds the checkpoint that a run starts from, and loads it
-placed.py          tells DCP which part of a tensor a rank holds
+placed.py          tells DCP which part of a tensor a rank reads
 history.py         checks that a checkpoint's run had the configuration's data stages
 rollback.py        goes back to a checkpoint and skips the bad batches
 
 folder.py          the names in a folder of checkpoints
+tensor_files.py    the files of tensors: written by each rank, read by DCP
 manifest.py        lists the contents of a checkpoint
 verify.py          whether a checkpoint is what was saved, and its tensors are complete
 progress.py        progress bars on a terminal, for what takes minutes

@@ -19,9 +19,9 @@ from parallel.disk import ALIGNMENT, DiskMemory, aligned
 
 
 def host_copies(tensors: Mapping[str, Tensor], folder: str = "") -> dict[str, Tensor]:
-    """A tensor on the host for each of `tensors`, of its shape and dtype and with a storage of its
-    own; pinned if that one is on a GPU. The contents are arbitrary. `folder`: they are in a file
-    there, because the host's memory has no room for them."""
+    """A tensor on the host for each of `tensors`, of its shape and dtype; pinned if that one is on
+    a GPU. The contents are arbitrary. `folder`: they are in a file there, because the host's memory
+    has no room for them."""
     if folder:
         file = DiskMemory(folder, sum(aligned(each.nbytes) for each in tensors.values()))
         return {name: file.new_zeros(each, each.shape) for name, each in tensors.items()}
@@ -35,9 +35,8 @@ def host_copies(tensors: Mapping[str, Tensor], folder: str = "") -> dict[str, Te
         if size > room:
             # all that is left, rounded down; up only for what would not fit
             room = max(1 << (left.bit_length() - 1), 1 << (size - 1).bit_length())
-            buffer = torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=on_gpu).numpy()
+            buffer = torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
         part = buffer[len(buffer) - room :][: tensor.nbytes]
-        # not a view of a torch tensor: DCP clones what is smaller than its storage
-        copies[name] = torch.from_numpy(part).view(tensor.dtype).view(tensor.shape)
+        copies[name] = part.view(tensor.dtype).view(tensor.shape)
         left, room = left - size, room - size
     return copies

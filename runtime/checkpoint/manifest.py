@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError
-from safetensors import SafetensorError, safe_open
 
 from errors import is_file, raise_passing
 from runtime.checkpoint.folder import MANIFEST
@@ -28,8 +27,6 @@ from runtime.schema import MAX_JSON_BYTES, Name, Natural, Strict, first_problem,
 
 FORMAT, VERSION = "lattice-checkpoint", 2
 TENSORS = ".safetensors"
-# the metadata entry in which DCP's safetensors writer stores the offsets of a file's pieces
-PLACES = "DCP_SHARDING_INFO"
 HASHED_AT_ONCE = 1 << 20
 MAX_DIMS = 8
 MAX_NUMBERS = 1 << 63  # in a tensor, and so in each of its dimensions
@@ -131,44 +128,6 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
             good = False
         if not good:
             raise Damaged(f"its file {name!r} is missing or truncated")
-
-
-class Piece(NamedTuple):
-    """A part of a tensor that a file holds."""
-
-    name: str  # of the tensor
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-def read_pieces(path: Path, manifest: Manifest) -> list[Piece]:
-    """Return the pieces in a safetensors file, reading only its header. Raises Damaged if a piece
-    does not lie inside its tensor or has another dtype."""
-    try:
-        path.open("rb").close()  # safe_open says of any error that there is no such file
-        with safe_open(path, framework="pt") as file:
-            places = load_json((file.metadata() or {}).get(PLACES, "{}"))
-            names = file.keys()
-            pieces = []
-            for name in names:
-                piece = file.get_slice(name)
-                dtype, shape = manifest.tensors[name]
-                sizes, offsets = tuple(piece.get_shape()), places[name]["saved_offsets"]
-                inside = len(shape) == len(sizes) == len(offsets) and all(
-                    type(offset) is int and 0 <= offset <= offset + n <= whole
-                    for offset, n, whole in zip(offsets, sizes, shape, strict=True)
-                )
-                if not inside or piece.get_dtype() != dtype:
-                    raise Damaged(
-                        f"its file {path.name!r} has a piece that does not fit the tensor {name!r}"
-                    )
-                pieces.append(Piece(name, tuple(offsets), sizes))
-            return pieces
-    except (SafetensorError, OSError, *ODD_JSON) as error:
-        raise_passing(error)
-        raise Damaged(
-            f"its file {path.name!r} is not a tensor file of this checkpoint: {ascii(error)[:200]}"
-        ) from None
 
 
 def _digest(content: dict[str, Any]) -> str:

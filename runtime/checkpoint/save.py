@@ -19,29 +19,23 @@ first waits for the previous one to end.
 
 import contextlib
 import errno
-import json
 import math
 import shutil
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageWriter, SavePlan, SavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from data.dataset import Mixture
 from errors import RunFailed, UserError, exists
-from parallel.disk import ranges_of_size
+from parallel.placement import local_region, replicated_over
 from runtime.checkpoint.folder import (
     ABANDONED,
     DAMAGED,
@@ -54,10 +48,7 @@ from runtime.checkpoint.folder import (
 from runtime.checkpoint.host_copies import host_copies
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.manifest import (
-    PLACES,
-    TENSORS,
     Damaged,
-    Dtype,
     Manifest,
     Stored,
     check_sizes,
@@ -65,7 +56,7 @@ from runtime.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from runtime.checkpoint.placed import Placed
+from runtime.checkpoint.tensor_files import DTYPES, Piece, write_pieces
 from runtime.checkpoint.verify import check_whole, cover, random_point
 from runtime.device import device_thread, seconds_between, time_mark
 from runtime.files import write_durably
@@ -81,10 +72,6 @@ from runtime.trainer_state import (
     state_of,
 )
 from training.step import TrainStep
-
-FILE_BYTES = 1 << 30  # of a file, unless a single tensor has more: files are checked in parallel
-# the names that safetensors uses
-DTYPES: dict[Any, Dtype] = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64"}
 
 
 class SaveFailed(RunFailed):
@@ -218,7 +205,7 @@ class Saver:
             self.failed, self.last = None, record
         except Exception as error:  # training continues after any failure
             # the others are raised on every rank
-            self.has_lost_group = not isinstance(error, SaveFailed | Damaged)
+            self.has_lost_group = not isinstance(error, SaveFailed)
             if self.is_first and partial is not None:
                 shutil.rmtree(partial, ignore_errors=True)
             record["failed"] = str(error)
@@ -235,28 +222,53 @@ class Saver:
 
     def _write_partial(self, partial: Path) -> Manifest:
         """Write the tensors' files into the work folder. Collective over all ranks' threads."""
-        tensors = {name: Placed(copy, self.tensors[name]) for name, copy in self.copies.items()}
-        writer = FilesOfSomeSize(partial)
-        self._agree(lambda: dcp.save(tensors, storage_writer=writer, process_group=self.group))
-        mine = {name: Stored(DTYPES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
-        point = self._agree(random_point)[0]
+        point = self._on_first(random_point)
+        held = {
+            name: Stored(DTYPES[tensor.dtype], tuple(tensor.shape))
+            for name, tensor in self.tensors.items()
+        }
 
-        def describe() -> tuple[Manifest, Counter[str]]:
-            """What is in the files that this rank wrote, and what they cover."""
-            written, covered = Manifest(files={}, tensors=mine), Counter[str]()
-            for path in writer.files:
+        def write() -> tuple[Manifest, Counter[str]]:
+            """Write this rank's files. Returns what is in them, and what they cover."""
+            written, covered = Manifest(files={}, tensors=held), Counter[str]()
+            for path in write_pieces(partial, dist.get_rank(), self._mine()):
                 sync(path)
                 covered += cover(path, written, point)
                 written.files[path.name] = fingerprint(path)
             return written, covered
 
-        manifest, covered = Manifest(files={}, tensors={}), Counter[str]()
-        for theirs, they_cover in self._agree(describe):
-            manifest.files.update(theirs.files)
-            manifest.tensors.update(theirs.tensors)
-            covered += they_cover
-        check_whole(manifest, covered, point)
-        return manifest
+        everyone = self._agree(write)
+
+        def whole() -> Manifest:
+            manifest, covered = Manifest(files={}, tensors={}), Counter[str]()
+            for theirs, they_cover in everyone:
+                manifest.files.update(theirs.files)
+                manifest.tensors.update(theirs.tensors)
+                covered += they_cover
+            check_whole(manifest, covered, point)
+            return manifest
+
+        return self._on_first(whole)
+
+    def _mine(self) -> list[tuple[Piece, Tensor]]:
+        """The pieces that this rank writes. Of those of which several ranks have copies, each
+        writes some: the next largest goes to the one with the fewest bytes. All find the same
+        without asking, because they have the same pieces in the same order."""
+        mine, loads = [], dict[tuple[str, ...], list[int]]()
+        for name, copy in sorted(self.copies.items(), key=lambda each: -each[1].nbytes):
+            tensor = self.tensors[name]
+            axes = tuple(replicated_over(tensor))
+            rank, number = 0, 1  # of those with a copy
+            for axis in map(self.train.mesh.views.__getitem__, axes):
+                rank, number = rank * axis.size + axis.rank, number * axis.size
+            load = loads.setdefault(axes, [0] * number)
+            writer = load.index(min(load))
+            load[writer] += copy.nbytes
+            region = local_region(tensor)
+            if writer == rank and all(region):
+                offsets = tuple(part.start for part in region)
+                mine.append((Piece(name, offsets, tuple(map(len, region))), copy))
+        return mine
 
     def _prepare(self, name: str) -> Path:
         """On rank 0, empty the work folder and make a folder `name` in it."""
@@ -329,23 +341,23 @@ class Saver:
             going.unlink() if going.is_symlink() else shutil.rmtree(going)
 
     def _agree(self, action: Callable[[], Any]) -> list[Any]:
-        """Run `action` and return the results of all ranks. If it raises on any rank, SaveFailed is
-        raised on all, with the error of the lowest such rank."""
+        """Run `action` on every rank. Returns the results: on rank 0 of all ranks, elsewhere only
+        that of rank 0. If it raises on any rank, SaveFailed is raised on all, with the error of the
+        lowest such rank."""
         result, problem = None, ""
         try:
             result = action()
-        # raised by DCP on all ranks, with the failures of each; not a subclass of Exception
-        except dcp.CheckpointException as error:
-            if failure := error.failures.get(dist.get_rank()):
-                problem = self._words(failure[0])
         except Exception as error:
             problem = self._words(error)
-        everyone: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(everyone, (result, problem), group=self.group)
-        for rank, (_, said) in enumerate(everyone):
-            if said:
-                raise SaveFailed(f"on rank {rank}: {said}")
-        return [theirs for theirs, _ in everyone]
+        everyone = [("", None)] * dist.get_world_size(self.group)
+        dist.gather_object((problem, result), everyone if self.is_first else None, group=self.group)
+        problems = [f"on rank {rank}: {said}" for rank, (said, _) in enumerate(everyone) if said]
+        of_first = [(problems[:1], result)]
+        dist.broadcast_object_list(of_first, group=self.group)
+        ((found, result),) = of_first
+        if found:
+            raise SaveFailed(*found)
+        return [theirs for _, theirs in everyone] if self.is_first else [result]
 
     def _words(self, error: BaseException) -> str:
         if not (isinstance(error, OSError) and error.strerror):
@@ -361,44 +373,3 @@ class Saver:
     def _on_first(self, action: Callable[[], Any]) -> Any:
         """Run `action` on rank 0; return its result on all ranks, which know if it fails."""
         return self._agree(action if self.is_first else lambda: None)[0]
-
-
-class FilesOfSomeSize(HuggingFaceStorageWriter):
-    """Writes a rank's part to `files` of about FILE_BYTES each, straight from the tensors. (DCP has
-    safetensors make two copies of a file in memory, which holds Python's lock: for a file of 1 GB,
-    training could launch nothing for almost a second.)"""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder), save_distributed=True)
-        self.files: list[Path] = []
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        tensors = [cast(Tensor, planner.resolve_data(item)) for item in plan.items]
-        parts = [*ranges_of_size([tensor.nbytes for tensor in tensors], FILE_BYTES)]
-        for number, part in enumerate(parts, start=1):
-            name = f"shard-{dist.get_rank() + 1:05d}-model-{number:05d}-of-{len(parts):05d}"
-            self.files.append(Path(self.path, name + TENSORS))
-            with self.fs.create_stream(self.files[-1], "wb") as file:
-                write_tensors(file, {plan.items[i].index: tensors[i] for i in part})
-        written: Future[list[WriteResult]] = Future()
-        written.set_result([])  # of which DCP would make an index; the manifest is ours
-        return written
-
-
-def write_tensors(file: Any, tensors: Mapping[MetadataIndex, Tensor]) -> None:
-    """Write a safetensors file (https://github.com/huggingface/safetensors#format) of pieces on the
-    host, and where they begin (manifest.py reads it)."""
-    # the widest first, so that each begins at a multiple of its width
-    pieces = sorted(tensors.items(), key=lambda piece: -piece[1].itemsize)
-    about = dict[str, Any]()
-    end = 0
-    for index, tensor in pieces:
-        begin, end = end, end + tensor.nbytes
-        dtype, shape = DTYPES[tensor.dtype], tensor.shape
-        about[index.fqn] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
-    places = {index.fqn: {"saved_offsets": index.offset} for index in tensors}
-    header = json.dumps({"__metadata__": {PLACES: json.dumps(places)}, **about}).encode()
-    header += b" " * (-len(header) % 8)  # the numbers begin at a multiple of 8
-    file.write(len(header).to_bytes(8, "little") + header)
-    for _, tensor in pieces:
-        file.write(tensor.flatten().view(torch.uint8).numpy())

@@ -34,9 +34,9 @@ from runtime.checkpoint.manifest import (
     check_sizes,
     fingerprint,
     read_manifest,
-    read_pieces,
 )
 from runtime.checkpoint.progress import byte_bar
+from runtime.checkpoint.tensor_files import read_pieces
 from runtime.schema import first_problem, load_json
 from runtime.trainer_state import FILE, TrainerState
 

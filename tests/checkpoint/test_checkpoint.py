@@ -17,7 +17,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystem
 
 import runtime.checkpoint.save
 from data.dataset import open_data
@@ -115,7 +114,7 @@ def test_keeping(ranks, data, tmp_path):
 
 
 FAULTS = [  # where a save fails, at which step, with which error, from which rank on
-    ("create_stream", 2, errno.ENOSPC, 1),
+    ("write_pieces", 2, errno.ENOSPC, 1),
     ("fingerprint", 4, errno.EDQUOT, 1),
     ("cover", 6, errno.EIO, 0),
     ("write_durably", 8, errno.ENOSPC, 0),
@@ -127,7 +126,7 @@ FAULTS = [  # where a save fails, at which step, with which error, from which ra
 
 def failing(where: str, step: int, error: int, first_rank: int) -> Any:
     """Calls of `where` for the checkpoint of `step` fail on `first_rank` and all ranks after it."""
-    owner = {"create_stream": FileSystem, "_delete": Saver}.get(where, runtime.checkpoint.save)
+    owner = Saver if where == "_delete" else runtime.checkpoint.save
 
     @planted(owner, where)
     def fails(honest: Any, *given: object, **options: object) -> object:
@@ -199,7 +198,7 @@ def saved_while_training(config_path: str) -> bool:
         go.wait()
         return honest(*about)
 
-    small = patch.object(runtime.checkpoint.save, "FILE_BYTES", 5_000)
+    small = patch("runtime.checkpoint.tensor_files.FILE_BYTES", 5_000)
     with later(), small, Lease(train.config.run.dir, "cpu") as lease:
         saver = Saver(train, open_data(train.config.data, "train"), lease, RunLog(train.config))
         before = {name: tensor.to_local().clone() for name, tensor in saver.tensors.items()}

@@ -25,7 +25,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from errors import UserError
 from runtime.checkpoint import manifest
-from runtime.checkpoint.manifest import MANIFEST, PLACES, Damaged, fingerprint
+from runtime.checkpoint.manifest import MANIFEST, Damaged, fingerprint
+from runtime.checkpoint.tensor_files import PLACES
 from runtime.checkpoint.verify import parse_trainer, verify_checkpoint
 from runtime.trainer_state import FILE
 from tests.runs import FIXTURE, names, said_by, stored_tensors, train_run, write_config

@@ -26,10 +26,6 @@ def test_copies_are_exact_and_apart():
     assert same_tensors(copies, tensors)
     for name, tensor in tensors.items():
         assert copies[name].dtype == tensor.dtype
-        # DCP clones a tensor that is smaller than its storage
-        assert copies[name].untyped_storage().nbytes() == tensor.nbytes
-    view = torch.empty(512, dtype=torch.uint8)[:256]  # control: a view has the whole storage
-    assert view.untyped_storage().nbytes() > view.nbytes
 
 
 @pytest.mark.parametrize(

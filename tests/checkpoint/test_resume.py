@@ -213,7 +213,8 @@ def test_a_tied_weight_is_saved_once_and_loaded_into_both_its_copies(ranks, save
 def load_and_save(arguments: list[str], start: Path | None) -> None:
     """Load a checkpoint, or train one step, and save. Each rank must have loaded its part."""
     step = runs.step_of(arguments)
-    tokens = torch.arange(8 * 32).view(8, 32) % step.config.model.vocab_size
+    rows = 8 // step.mesh.batch.size
+    tokens = torch.arange(rows * 32).view(rows, 32) % step.config.model.vocab_size
     if start is None:
         step(0, tokens, tokens)
     else:
@@ -242,3 +243,14 @@ def test_a_vocabulary_that_tp_does_not_divide(ranks, data, tmp_path):
         if start is not None:
             assert runs.same_tensors(runs.stored_tensors(saved), runs.stored_tensors(start))
         start = saved
+
+
+def test_ranks_with_copies_share_their_writing(ranks, data, tmp_path):
+    """Weights have copies over dp_replicate, and norms over tp, too."""
+    config = runs.write_config(tmp_path, data, model={"num_layers": 2})
+    arguments = [config, *layout(tp=2, dp_replicate=2, dp_shard=1)]
+    ranks.run(load_and_save, 4, arguments, None)
+    files = runs.checkpoint_of(tmp_path, 1).glob("shard-*")
+    written = [path.stat().st_size for path in sorted(files)]
+    assert len(written) == 4
+    assert max(written) < 1.1 * min(written)

@@ -1,52 +1,12 @@
-"""Work with a device from the host's side, on pretended devices: saving does not touch a stream, a
-card is told from its namesakes, and an examination is deterministic. (A thread works on its rank's
-device: test_streams.py.)"""
-
-from pathlib import Path
-from typing import Any
-from unittest.mock import patch
+"""Work with a device from the host's side, on pretended devices: a card is told from its
+namesakes, and an examination is deterministic. (A thread works on its rank's device:
+test_streams.py.)"""
 
 import pytest
 import torch
-from torch.distributed.checkpoint import HuggingFaceStorageWriter, filesystem
 
 from hardware import DATA_SHEETS, data_sheet_of
-from proofs.ranks import RankError, Ranks
-from runtime.checkpoint.save import FilesOfSomeSize, Saver
 from runtime.device import CUBLAS, deterministic
-from tests.runs import fresh, train_run, write_config
-
-
-class ByDCP(FilesOfSomeSize):
-    """Writes as DCP does: through its loader, and a copy of each file that safetensors makes."""
-
-    write_data = HuggingFaceStorageWriter.write_data
-
-
-def save_as_on_a_gpu(arguments: list[str], writer: Any = FilesOfSomeSize) -> str:
-    """A run whose saves find a GPU. DCP's loader for GPUs, which works with streams, is refused."""
-    write = Saver._write_partial
-
-    def on_a_gpu(self: Saver, *rest: Any) -> Any:
-        with patch.object(torch.cuda, "is_available", lambda: True):
-            return write(self, *rest)
-
-    refused = AssertionError("a stream is used in the thread that saves")
-    with (
-        patch.object(Saver, "_write_partial", on_a_gpu),
-        patch("runtime.checkpoint.save.FilesOfSomeSize", writer),
-        patch.object(filesystem, "_OverlappingCpuLoader", side_effect=refused),
-    ):
-        return train_run(arguments)
-
-
-def test_saving_uses_no_stream(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path, data, train={"steps": 1}, checkpoint={"interval": 1})
-    assert ranks.run(save_as_on_a_gpu, 2, [config]) == [""] * 2
-    fresh(tmp_path)
-    with pytest.raises(RankError, match="a stream is used"):  # control: DCP's default
-        ranks.run(save_as_on_a_gpu, 1, [config], ByDCP)
-
 
 CARDS = {
     "NVIDIA H100 80GB HBM3": "h100",

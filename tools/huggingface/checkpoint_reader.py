@@ -24,7 +24,8 @@ from model.transformer import Transformer
 from parallel.layer import TensorParallel
 from parallel.parameter import weights_of
 from runtime.checkpoint.folder import checkpoints_of
-from runtime.checkpoint.manifest import TENSORS, Damaged, Piece, read_manifest, read_pieces
+from runtime.checkpoint.manifest import TENSORS, Damaged, read_manifest
+from runtime.checkpoint.tensor_files import Piece, read_pieces
 from runtime.checkpoint.verify import parse_trainer, verify_checkpoint
 
 WEIGHTS = "model."  # the prefix of weights; optimizer state has the prefix "optimizer."

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from data.contents import first_bytes, pointer
 from errors import UserError
-from runtime.checkpoint.manifest import Piece
+from runtime.checkpoint.tensor_files import Piece
 from tools.huggingface.checkpoint_reader import DTYPES, WeightReader
 from tools.huggingface.config import CONFIG, COPY_AGAIN, HuggingFaceConfig, Parameter, parameters
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from data.shards import permissions_of_umask
 from errors import UserError
 from runtime.checkpoint.folder import NAME, step_of
-from runtime.checkpoint.manifest import PLACES, Manifest, fingerprint, write_manifest
+from runtime.checkpoint.manifest import Manifest, fingerprint, write_manifest
 from runtime.checkpoint.progress import byte_bar
+from runtime.checkpoint.tensor_files import PLACES
 from runtime.files import write_durably
 from runtime.output import log
 from runtime.trainer_state import BEGINNING
