@@ -161,7 +161,7 @@ def find_agent() -> int | None:
     or no /proc."""
     pid = os.getppid()
     with contextlib.suppress(OSError, ValueError):
-        while pid > 1:
+        while pid > 0:  # 1: in a container, torchrun itself
             if runs_torchrun(os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).split("\0")):
                 return pid
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

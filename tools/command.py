@@ -40,6 +40,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)  # so that a calling script stops too
+        status = 128 + signal.SIGINT  # the first process of a container is not ended by it
     sys.stdout.flush()
     if out and out.problem and not status:
         log(f"error: standard output could not be written: {out.problem}")

@@ -59,14 +59,15 @@ def complete(store: DirFileSystem) -> list[str]:
     except FileNotFoundError:
         return []
     names = sorted(filter(NAME.fullmatch, (Path(each).name for each in found)))
-    return [name for name in names if store.exists(f"{name}/{MANIFEST}")]
+    # unlike exists, this raises if the store does not answer: an older one is then not the newest
+    return [name for name in names if read(store, f"{name}/{MANIFEST}") is not None]
 
 
 def read(store: DirFileSystem, path: str) -> bytes | None:
     """Return the content of an object; None if there is none."""
     try:
         return bytes(store.cat_file(path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 

@@ -49,7 +49,7 @@ STDIN = 0
 LOOK_SECONDS = 1.0  # between two looks at the clock
 SHOW_SECONDS = 10.0  # between two versions of the numbers for Prometheus
 ENDING_SECONDS = 10.0
-# after rank 0's end: the launcher may still record how it ended (tools/launch.py)
+# after rank 0's end: tools.launch may still record how it ended
 END_EVENT_SECONDS = 3.0
 GONE = "rank 0 is gone and recorded no end: it was killed, or the run folder is not readable"
 
@@ -167,11 +167,13 @@ class MonitorProcess:
 
     def _find_end(self) -> dict[str, Any] | None:
         """How this start ended, which the launcher may still record; None: nobody has."""
-        until = time.monotonic() + END_EVENT_SECONDS
+        until = time.monotonic() + END_EVENT_SECONDS * self.told["launcher_records"]
         # until a start begins, status.json is about the one before, and then there is none
-        while self.start and time.monotonic() < until:
+        while self.start:
             if status := read_status(self.folder):
                 return {"event": "end", "time": time.time(), **status}
+            if time.monotonic() >= until:
+                break
             time.sleep(0.1)
         return None
 

@@ -65,6 +65,8 @@ class Monitor:
             # bytes of events.jsonl: what happened before this start, and raises no alarm
             "past": events.stat().st_size if exists(events) else 0,
             "due": PAUSE_SECONDS,
+            # torchrun does not, and where its end ends a container or a job, also the monitor's
+            "launcher_records": "TORCHELASTIC_RUN_ID" not in os.environ,
             "on_event": on_event(self.config),
             "prometheus": run.prometheus and prometheus(str(run.prometheus)),
             "after_commit": checkpoint.after_commit,

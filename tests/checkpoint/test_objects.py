@@ -142,6 +142,10 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     denied = PermissionError(13, "Access Denied")  # not an empty store
     with patch.object(DirFileSystem, "ls", side_effect=denied):
         assert run("list", store)[0] == 1
+    (store / "step-00000008").touch()  # no checkpoint
+    (store / "step-00000009").symlink_to("step-00000009")  # cannot be read (ELOOP; NFS: ESTALE)
+    assert run("fetch", store, tmp_path / "older")[0] == 1
+    (store / "step-00000009").unlink()
     (store / NAME / MANIFEST).unlink()
     status, said = run("fetch", store, tmp_path / "third")
     assert (status, "holds no complete checkpoint" in said) == (2, True)

@@ -69,6 +69,7 @@ def settings_of(folder: Path, **settings: Any) -> dict[str, Any]:
         "cwd": str(folder.parent),
         "past": events.stat().st_size if events.exists() else 0,
         "due": 3600.0,
+        "launcher_records": True,
         **dict.fromkeys(("on_event", "prometheus", "after_commit"), ""),
         "after_commit_seconds": 3600.0,
     }

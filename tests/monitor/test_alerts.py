@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -21,6 +21,7 @@ from runtime.log.status import read_status, write_status
 from runtime.monitor import rank_0
 from runtime.monitor.alarms import ALWAYS, TEMPLATES, Series
 from runtime.monitor.process import END_EVENT_SECONDS, ENDING_SECONDS, MonitorProcess
+from settings.load import load_config
 from tests import ROOT
 from tests.monitor.alert_helpers import START, FedMonitor, Receiver, settings_of
 
@@ -122,16 +123,30 @@ class Here(MonitorProcess):
         self.sent.append(event)
 
 
-def test_the_launcher_says_how_rank_0_ended(tmp_path):
-    """It also writes the event, so the monitor does not."""
-    monitor = Here(tmp_path)
+@pytest.mark.parametrize("is_torchrun", [False, True])
+def test_the_launcher_says_how_rank_0_ended(tmp_path, is_torchrun):
+    """It also writes the event, so the monitor does not. torchrun never does: the monitor, which
+    may end with it, does not wait."""
+    config = load_config("configs/laptop.yaml", [f"run.dir={tmp_path}", "run.on_event=cat"])
+    with (
+        patch.dict(os.environ, {"TORCHELASTIC_RUN_ID": "x"} if is_torchrun else {}),
+        patch.object(rank_0.dist, "get_rank", return_value=0),
+        patch.object(rank_0, "start_monitor", side_effect=OSError) as start,
+    ):
+        rank_0.Monitor(config, Mock()).__enter__()
+    monitor = Here(tmp_path, launcher_records=start.call_args.args[0]["launcher_records"])
     monitor.hear_event(START)
     said = ("failed", 3, "rank 0 was killed")
-    threading.Timer(0.2, write_status, (tmp_path, *said)).start()
+    launcher = threading.Timer(0.2, write_status, (tmp_path, *said))
+    launcher.start()
     monitor.end()
+    launcher.join()
     end = monitor.sent[-1]
-    assert (end["event"], end["state"], end["step"], end["reason"]) == ("end", *said)
-    assert read_events(tmp_path) == []
+    if is_torchrun:
+        assert end["event"] == "died"
+    else:
+        assert (end["event"], end["state"], end["step"], end["reason"]) == ("end", *said)
+        assert read_events(tmp_path) == []
 
 
 def test_the_clock_of_stalls(tmp_path):

@@ -154,6 +154,9 @@ def test_only_torchrun_is_stopped() -> None:
         "": False,
     }.items():
         assert rank_exit.runs_torchrun(command.split(" ")) is is_torchrun, command
+    first = patch.object(rank_exit.os, "getppid", return_value=1)  # of a container
+    with first, patch.object(rank_exit, "runs_torchrun", return_value=True):
+        assert rank_exit.find_agent() == 1
 
 
 def test_a_faulty_node_is_not_restarted_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

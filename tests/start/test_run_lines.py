@@ -38,13 +38,15 @@ def test_the_loss_beside_a_unigram_models():
     assert "6.412 nats per token, 0.060 above" in compare_to_unigram(6.412, 6.352)
 
 
-LEFT = "from tools.command import run_command\nimport sys\n"
+LEFT = "from tools.command import run_command\nimport signal, sys\n"
 
 
 @pytest.mark.parametrize(
     ("fault", "status", "said"),
     [
         ("KeyboardInterrupt", -signal.SIGINT, ""),
+        # which does not end it, as the first process of a container
+        ("signal.pthread_sigmask(signal.SIG_BLOCK, [2]) or KeyboardInterrupt", 130, ""),
         ("BrokenPipeError('of another process')", 1, "of another process"),
     ],
 )

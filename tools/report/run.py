@@ -73,7 +73,8 @@ def goodput(events: list[Event], failures_per_gpu_day: float) -> list[str]:
     saves = [event for event in tried if "failed" not in event]
     starts = [event for event in events if event["event"] == "start"]
     step_time, steps, at = 0.0, 0, 0
-    is_planned, failures = True, 0  # whether the start before ended as planned
+    is_planned: bool | None = True  # whether the last start ended so; None: it has no end
+    failures = 0
     for event in events:
         kind = event["event"]
         if kind == "spent":  # steps that are repeated count again
@@ -82,9 +83,10 @@ def goodput(events: list[Event], failures_per_gpu_day: float) -> list[str]:
         if kind in ("start", "rollback", "spent"):
             at = event["step"]
         if kind == "start":
-            failures, is_planned = failures + (not is_planned), False
+            failures, is_planned = failures + (not is_planned), None
         elif kind == "end":
             is_planned = event.get("state") in ("requeue", "finished")
+    failures += is_planned is False  # which no start follows
     effective = seconds["steps"] / (sum(seconds.values()) or 1.0)
     lines, took = [f"effective training time {effective:.1%}; {failures} failures"], []
     if saves:
