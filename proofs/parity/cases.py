@@ -75,6 +75,7 @@ class Case:
     experts_per_token: int = 3
     # where the bias of each expert of router sigmoid_bias begins; None: at 0
     first_bias: tuple[float, ...] | None = None
+    expert_dim: int = 16  # or 12: narrow, so gate and up form dx in one product
     num_shared_experts: int = 0
     num_dense_layers: int = 0
     router_losses: bool = False
@@ -171,7 +172,7 @@ class Case:
         experts = Experts(
             count=self.num_experts,
             per_token=self.experts_per_token,
-            ffn_dim=16,
+            ffn_dim=self.expert_dim,
             num_shared=self.num_shared_experts,
             num_dense_layers=self.num_dense_layers,
             router_scale=2.5,

@@ -179,6 +179,7 @@ def expert_values(layouts: Sequence[MeshSizes]) -> dict[str, Sequence[object]]:
         "router": kinds_in("model.router"),
         "num_experts": (8, 4),  # with ep 4, fewer on a rank than ranks that shard them
         "experts_per_token": (3, 1),
+        "expert_dim": (16, 12),
         "num_shared_experts": (0, 1, 2),
         "num_dense_layers": (0, 1),
         "tp_pieces": (1, 2),
