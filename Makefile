@@ -121,7 +121,11 @@ clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
 
+# It deletes no .venv whose Python is gone: on other nodes it may be there, and in use.
 .venv/bin/python:
+	@if test -L .venv/bin/python3 && ! test -e .venv/bin/python3; then \
+	  echo 'this machine lacks the Python that made .venv: rm -r .venv, then try again' >&2; exit 1; \
+	fi
 	@for python in python3 python3.14 python3.13 python3.12 python3.11; do \
 	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	    echo "+ $$python -m venv .venv"; "$$python" -m venv .venv && exit 0; \

@@ -282,6 +282,15 @@ def test_make_train_samples_the_run_that_it_trains() -> None:
         assert set(re.findall(r"runs/\w+", " ".join(after))) == {folder}
 
 
+def test_a_venv_without_its_python_is_named(tmp_path: Path) -> None:
+    """After an upgrade of Python, its links lead nowhere."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python3").symlink_to("/gone/python3")
+    done = make(tmp_path, ".venv/bin/python")
+    assert done.returncode
+    assert "rm -r .venv" in done.stderr
+
+
 def test_every_file_of_tests_is_collected() -> None:
     """By its name, or because the Makefile names it."""
     for file in (ROOT / "tests").rglob("*.py"):
