@@ -5,8 +5,10 @@
 # `make … PYTHON=python3` uses that interpreter and its packages as they are, and installs nothing.
 
 CONFIG ?= configs/laptop.yaml
-RUN ?= runs/$(basename $(notdir $(CONFIG)))
 ARGS ?=
+# the last run.dir of ARGS, if it has one: the sample and the report must be of the run that trains
+RUN ?= $(lastword runs/$(basename $(notdir $(CONFIG))) \
+  $(patsubst run.dir=%,%,$(filter run.dir=%,$(ARGS))))
 
 ifdef PYTHON
   runtime :=
@@ -44,7 +46,7 @@ help:
 	@echo 'PYTHON=python3   with any target: use this interpreter and its packages instead of .venv'
 
 train: data
-	$(PYTHON) -m tools.launch $(CONFIG) run.dir=$(RUN) $(ARGS)
+	$(PYTHON) -m tools.launch $(CONFIG) $(ARGS) run.dir=$(RUN)
 	$(PYTHON) -m tools.generate --checkpoint $(RUN) --prompt 'def read(self' --max-new-tokens 100
 	$(PYTHON) -m tools.report $(RUN) --out $(RUN)/report.html --png $(RUN)/loss.png
 	@echo 'the run is in $(RUN): config.yaml, metrics.jsonl, checkpoints/, loss.png, report.html'
@@ -119,7 +121,11 @@ clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
 
+# It deletes no .venv whose Python is gone: on other nodes it may be there, and in use.
 .venv/bin/python:
+	@if test -L .venv/bin/python3 && ! test -e .venv/bin/python3; then \
+	  echo 'this machine lacks the Python that made .venv: rm -r .venv, then try again' >&2; exit 1; \
+	fi
 	@for python in python3 python3.14 python3.13 python3.12 python3.11; do \
 	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	    echo "+ $$python -m venv .venv"; "$$python" -m venv .venv && exit 0; \

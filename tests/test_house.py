@@ -7,8 +7,11 @@ parsed, not run.
 
 import ast
 import dataclasses
+import os
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 from torch import nn
 
@@ -257,6 +260,35 @@ def test_make_help_names_every_target() -> None:
     phony = re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)
     assert phony
     assert set(phony[1].split()) - {"help"} == set(re.findall(r"@echo 'make ([a-z-]+) ", MAKEFILE))
+
+
+def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Call make in `folder`, without what an outer make has put in the environment."""
+    return subprocess.run(
+        ["make", "-f", str(ROOT / "Makefile"), *arguments],
+        cwd=folder, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def test_make_train_samples_the_run_that_it_trains() -> None:
+    for given, folder in {
+        (): "runs/llama3_8b",
+        ("ARGS=run.dir=runs/a optimizer.lr=1e-3 run.dir=runs/b",): "runs/b",
+        ("ARGS=run.dir=runs/a", "RUN=runs/b"): "runs/b",
+    }.items():
+        said = make(ROOT, "-n", "train", "PYTHON=python3", "CONFIG=configs/llama3_8b.yaml", *given)
+        train, *after = said.stdout.splitlines()[-4:]
+        assert re.findall(r"run\.dir=(\S+)", train)[-1] == folder  # the last one counts
+        assert set(re.findall(r"runs/\w+", " ".join(after))) == {folder}
+
+
+def test_a_venv_without_its_python_is_named(tmp_path: Path) -> None:
+    """After an upgrade of Python, its links lead nowhere."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python3").symlink_to("/gone/python3")
+    done = make(tmp_path, ".venv/bin/python")
+    assert done.returncode
+    assert "rm -r .venv" in done.stderr
 
 
 def test_every_file_of_tests_is_collected() -> None:

@@ -34,6 +34,7 @@ its process exits immediately with status 2.
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -82,7 +83,7 @@ class Holder(BaseModel):
     def this_process(cls, token: str) -> "Holder":
         return cls(
             token=token,
-            host=socket.gethostname(),
+            host=_host(),
             machine=_machine(),
             pid=os.getpid(),
             process_began=_process_began(os.getpid()) or "",
@@ -140,6 +141,11 @@ def newest_lease(folder: Path) -> Found | None:
         return Found(paths[-1], holder, time_ns)
 
 
+def _host() -> str:
+    """This machine's name as a Word: macOS, for one, allows other characters in it."""
+    return re.sub(r"[^\w.-]", "-", socket.gethostname(), flags=re.ASCII)[:200]
+
+
 def _machine() -> str:
     """Identify the scope in which process numbers are comparable: one boot of one kernel, and one
     of its PID namespaces (containers have others)."""
@@ -147,7 +153,7 @@ def _machine() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}:{os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not Linux
-        return socket.gethostname()
+        return _host()
 
 
 def _process_began(pid: int) -> str | None:

@@ -74,7 +74,8 @@ def init_distributed(signals: Signals | None = None, store: dist.Store | None = 
         use_gpu(gpu, rank, processes)
     else:
         share_cores(processes)
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+    # a process without a launcher has no such variable
+    if os.environ.get("LOCAL_WORLD_SIZE", "1") == str(world_size):
         stay_on_this_machine()
     raise_open_files(world_size)
     if store is None:

@@ -92,6 +92,13 @@ def test_a_living_holder_is_named_and_nothing_is_written(ranks, data, tmp_path):
         assert part in first
 
 
+def test_any_name_of_a_host_will_do(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "Anna's Mac² " + "x" * 200)
+    monkeypatch.setattr(os, "readlink", Mock(side_effect=OSError))  # as off Linux
+    holder = Holder.this_process("")
+    assert holder.host == holder.machine == "Anna-s-Mac--" + "x" * 188
+
+
 def hold_one_of_many(folder: Path) -> str:
     """On each rank: why the lease of a folder that each has for itself is refused."""
     own = folder / str(dist.get_rank()) / "run"

@@ -169,6 +169,18 @@ def test_an_empty_variable_is_none(environment):
         check_environment(is_rank=False)
 
 
+def test_a_process_without_a_launcher_opens_no_port_to_others(environment):
+    names = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+    for name in names:
+        environment.setenv(name, "")  # as unset, and unset again afterwards
+    environment.setattr(torch.cuda, "is_available", lambda: False)
+    environment.setattr(torch.cuda, "device_count", lambda: 0)
+    environment.setattr(init, "share_cores", Mock())
+    init.init_distributed(store=dist.HashStore())
+    dist.destroy_process_group()
+    assert {os.environ.get(name, "")[:2] for name in names} == {"lo"}
+
+
 @pytest.mark.parametrize(
     ("works", "rank", "restarts", "raised"),
     [(False, "0", "0", SystemExit), (True, "7", "1", SystemExit), (True, "7", "0", UserError)],
