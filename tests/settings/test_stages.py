@@ -4,12 +4,16 @@ and whatever layout each stage has."""
 import json
 import signal
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import yaml
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 import train
 from data.loader import BatchLoader, Earlier
@@ -192,6 +196,28 @@ def test_what_a_boundary_leaves(whole: tuple[Path, dict, dict]) -> None:
     trainer = runs.trainer_of(whole[0], 7)
     assert [(e["step"], e["data"]["next_sample"]) for e in trainer["earlier"]] == [(3, 24), (5, 24)]
     assert (trainer["seq_len"], trainer["data"]["next_sample"]) == (64, 8)
+
+
+def compiled_run(arguments: list[str]) -> list[bool]:
+    """Train with compiled blocks; whether each graph has symbolic sizes."""
+    found = []
+
+    def noted(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        found.append(any(isinstance(each, torch.SymInt) for each in inputs))
+        return make_boxed_func(graph.forward)
+
+    torch.compiler.reset()  # of earlier tests
+    backend = aot_autograd(fw_compiler=noted, bw_compiler=noted)
+    with patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+        assert runs.train_run(arguments) == ""
+    return found
+
+
+def test_blocks_are_compiled_anew(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """As after a restart: for the length of their stage."""
+    config = write_stages(tmp_path, data, [{"from_step": 1, "train": {"seq_len": 64}}])
+    arguments = [config, "train.compile=true", "train.steps=2"]
+    assert ranks.run(compiled_run, 1, arguments) == [[False] * 4], "forward and backward"
 
 
 # --- what may change at a resume ------------------------------------------------------------------
