@@ -264,6 +264,10 @@ def test_a_stage_ahead_that_begins_at_a_token_knows_the_batches_before(ranks, tm
     (said,) = ranks.run(runs.train_run, 1, [config, "data_stages.1.train.global_batch_size=8"])
     assert said.startswith("data_stages.2.from_token = 1531: ")
     assert "1,536 tokens after step 5" in said
+    # one that lies two steps ahead would begin at once with twice the batch
+    twice = ["data_stages.2.from_token=2304", "data_stages.1.train.global_batch_size=24"]
+    (said,) = ranks.run(runs.train_run, 1, [config, *twice])
+    assert said.startswith("data_stages.2.from_token = 2304: ")
 
 
 # --- bad steps, damage and a stop at a boundary ---------------------------------------------------
