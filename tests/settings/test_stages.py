@@ -308,14 +308,18 @@ def test_a_stage_does_not_end_on_skipped_updates(ranks: Ranks, data: Path, tmp_p
 
 
 def test_a_rollback_never_leaves_its_stage(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """A checkpoint that was saved on a bad step begins a stage, whose first step is bad."""
+    """A checkpoint that was saved on a bad step begins a stage, whose first steps are bad, always
+    or only twice: the run goes back to it, and no further."""
     config = write_stages(tmp_path, data, [SMALLER], train={"steps": 6}, **TWO_BAD)
     whole = [config, "data_stages=[]", "train.steps=4"]
     assert ranks.run(run_with_bad_steps, 1, whole, 0, {4}) == [""]
-    (said,) = ranks.run(runs.said_by, 1, run_with_bad_steps, [config], 0, {1})
-    assert "there is no checkpoint to go back to in this data stage; save more often" in said
+    (said,) = ranks.run(runs.said_by, 1, run_with_bad_steps, [config], 0, {*range(1, 9)})
+    assert "the run has already gone back 3 times to" in said
     assert runs.status_of(tmp_path)["state"] == "failed"
     assert runs.checkpoint_of(tmp_path, 4).exists(), "not put aside"
+    assert ranks.run(run_with_bad_steps, 1, [config], 0, {1, 2}) == [""]
+    went_back = [(e["from_step"], e["step"]) for e in runs.events_of(tmp_path / "run", "rollback")]
+    assert went_back == [(6, 4)] * 4
 
 
 def run_with_damage(arguments: list[str], folder: Path) -> str:
