@@ -71,7 +71,6 @@ class QKClip:
         own, exact = getattr(config.optimizer, config.optimizer.name), config.precision.exact
         self.mesh = mesh
         self.limit, self.interval, self.due = own.qk_clip, own.qk_clip_interval, False
-        self.measured: Tensor | None = None  # the largest logit, by the last step that did
         found = [each for stage in stages.values() for each in attentions_of(stage)]
         self.largest = [layer.watch_logits(mesh.device, exact) for _, layer in found]
         parts = {each.name: each.sharded for each in weights}
@@ -94,11 +93,10 @@ class QKClip:
     @torch.no_grad()
     def __call__(self, norm: Tensor) -> Tensor | None:
         """After the update of a step, which changes nothing if `norm` is not finite. Returns the
-        model's largest logit in the last step that measured it; None before the first in this
-        start. Every rank calls it; the host does not wait (unless weights are offloaded from a
-        GPU)."""
+        model's largest logit, if this step measures it. Every rank calls it; the host does not wait
+        (unless weights are offloaded from a GPU)."""
         if not self.due:
-            return self.measured
+            return None
         assert all(each.noted for each in self.largest), "`inputs` must return watched(mask)"
         heads = [len(each.found) for each in self.largest]
         found = torch.cat([self.lowest[:0], *(each.found for each in self.largest)])
@@ -111,5 +109,4 @@ class QKClip:
         largest = torch.cat([found, self.lowest]).max()
         for axis in (self.mesh.tp, self.mesh.pp):
             largest = all_reduce(largest, axis.group, dist.ReduceOp.MAX)
-        self.measured = largest
         return largest

@@ -43,7 +43,7 @@ class StepResult:
     bad_in_a_row: Tensor  # number of consecutive bad steps, up to this one
     loss_scale: Tensor  # by which this step's loss was multiplied (training/guard.py)
     loads: Loads | None  # of experts; None: the model has none
-    largest_logit: Tensor | None  # as last measured (training/qk_clip.py); None: not yet, or never
+    largest_logit: Tensor | None  # None: not measured in this step (training/qk_clip.py)
 
 
 class TrainStep:

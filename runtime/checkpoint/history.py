@@ -63,9 +63,10 @@ def _check_tokens(
 ) -> None:
     """Raise UserError if a data stage ahead begins at a token, and the run had another batch size:
     its first step would be counted wrongly."""
-    counted, now = tokens_after(stages, trainer.step), data_stage_of(stages, trainer.step)
+    counted = tokens_after(stages, trainer.step)
     for number, entry in enumerate(config.data_stages, 1):
-        if number > now.number and "from_token" in entry and counted != trainer.tokens:
+        is_ahead = stages[number].steps.start >= trainer.step  # or begins here
+        if is_ahead and "from_token" in entry and counted != trainer.tokens:
             why = f"the checkpoint {path} had {trainer.tokens:,} tokens after step {trainer.step}, "
             why += f"but with this train.global_batch_size it would be {counted:,}"
             remedy = f"declare the change as a data stage from step {trainer.step} on, with the "

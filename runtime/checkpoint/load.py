@@ -211,6 +211,7 @@ def _at_boundary(trainer: TrainerState, config: Config, data: Sequence[Mixture])
         "model": model_entries(stage.config.model),
         "data": _beginning(data[stage.number]),
         "earlier": [*trainer.earlier, end_of(trainer)],
+        "bad_in_a_row": 0,  # counted within a data stage, because a rollback never leaves it
     }
     if changes_the_loss(before.config, stage.config):
         changed["recent_losses"] = []

@@ -76,9 +76,7 @@ class Rollback(Listener):
         config, bad, step = self.config, run.logged_bad_in_a_row, run.step
         why = f"the last {bad} updates, up to step {step}, were skipped (guard.max_bad_steps)"
         # A checkpoint saved on request while steps were bad is no better than the current state.
-        begun_here = step - bad >= run.data_stage.steps.start
-        lease = self.saver.lease
-        start = begun_here and find_before(step - bad, config, self.data, self.start, lease)
+        start = find_before(step - bad, config, self.data, self.start, self.saver.lease)
         if not start or start.data_stage != run.data_stage.number:
             remedy = "save more often (checkpoint.interval), or change optimizer.lr"
             within = " in this data stage" if config.data_stages else ""

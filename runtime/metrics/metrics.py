@@ -40,6 +40,7 @@ class Metrics(Listener):
         self.skipped_updates = start.step - start.state.updates
         model = config.model
         self.load = LoadStatistics(model, mesh.device) if model.has_experts else None
+        self.largest_logit: Tensor | None = None  # as last measured
         self.trackers: Trackers | None = None  # on rank 0
 
     def begins(self, run: Run) -> None:
@@ -57,6 +58,8 @@ class Metrics(Listener):
         train, result = self.config.train, run.result
         if self.load is not None and result.loads is not None:
             self.load.add(result.loads)
+        if result.largest_logit is not None:
+            self.largest_logit = result.largest_logit
         if not run.is_due(self.config.run.log_interval):
             return
         ranks = dist.get_world_size()
@@ -66,8 +69,8 @@ class Metrics(Listener):
         made = result.updates.to(self.device)
         scalars = [result.loss, result.grad_norm, made, result.bad_in_a_row, result.loss_scale]
         scalars += [peak // ranks, peak % ranks]  # each is exact in float64
-        if result.largest_logit is not None:
-            scalars.append(result.largest_logit)
+        if self.largest_logit is not None:
+            scalars.append(self.largest_logit)
         measured = torch.stack([s.double() for s in scalars])
         # waits until the step is done
         numbers, of_experts = self._read(measured, result)
@@ -129,6 +132,7 @@ class Metrics(Listener):
     def went_back(self, run: Run, start: Start) -> None:
         """Let the trackers drop the lines after `start`: those steps come again."""
         self.skipped_updates = start.step - start.state.updates
+        self.largest_logit = None
         if self.load is not None:
             self.load.take()  # and forget: those steps come again
         if self.trackers is not None:

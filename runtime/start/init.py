@@ -103,6 +103,7 @@ def join_again(signals: Signals) -> None:
     dist.barrier()  # no rank may tear its connections down while another still uses them
     dist.destroy_process_group()
     forget_meshes()
+    torch.compiler.reset()  # else other sizes become symbolic, and each recompilation counts
     gc.collect()  # process groups are in reference cycles, and so may be the model
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

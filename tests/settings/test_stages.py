@@ -4,12 +4,16 @@ and whatever layout each stage has."""
 import json
 import signal
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import yaml
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 import train
 from data.loader import BatchLoader, Earlier
@@ -194,6 +198,28 @@ def test_what_a_boundary_leaves(whole: tuple[Path, dict, dict]) -> None:
     assert (trainer["seq_len"], trainer["data"]["next_sample"]) == (64, 8)
 
 
+def compiled_run(arguments: list[str]) -> list[bool]:
+    """Train with compiled blocks; whether each graph has symbolic sizes."""
+    found = []
+
+    def noted(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        found.append(any(isinstance(each, torch.SymInt) for each in inputs))
+        return make_boxed_func(graph.forward)
+
+    torch.compiler.reset()  # of earlier tests
+    backend = aot_autograd(fw_compiler=noted, bw_compiler=noted)
+    with patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+        assert runs.train_run(arguments) == ""
+    return found
+
+
+def test_blocks_are_compiled_anew(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """As after a restart: for the length of their stage."""
+    config = write_stages(tmp_path, data, [{"from_step": 1, "train": {"seq_len": 64}}])
+    arguments = [config, "train.compile=true", "train.steps=2"]
+    assert ranks.run(compiled_run, 1, arguments) == [[False] * 4], "forward and backward"
+
+
 # --- what may change at a resume ------------------------------------------------------------------
 
 
@@ -238,6 +264,10 @@ def test_a_stage_ahead_that_begins_at_a_token_knows_the_batches_before(ranks, tm
     (said,) = ranks.run(runs.train_run, 1, [config, "data_stages.1.train.global_batch_size=8"])
     assert said.startswith("data_stages.2.from_token = 1531: ")
     assert "1,536 tokens after step 5" in said
+    # one that lies two steps ahead would begin at once with twice the batch
+    twice = ["data_stages.2.from_token=2304", "data_stages.1.train.global_batch_size=24"]
+    (said,) = ranks.run(runs.train_run, 1, [config, *twice])
+    assert said.startswith("data_stages.2.from_token = 2304: ")
 
 
 # --- bad steps, damage and a stop at a boundary ---------------------------------------------------
@@ -278,14 +308,18 @@ def test_a_stage_does_not_end_on_skipped_updates(ranks: Ranks, data: Path, tmp_p
 
 
 def test_a_rollback_never_leaves_its_stage(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """A checkpoint that was saved on a bad step begins a stage, whose first step is bad."""
+    """A checkpoint that was saved on a bad step begins a stage, whose first steps are bad, always
+    or only twice: the run goes back to it, and no further."""
     config = write_stages(tmp_path, data, [SMALLER], train={"steps": 6}, **TWO_BAD)
     whole = [config, "data_stages=[]", "train.steps=4"]
     assert ranks.run(run_with_bad_steps, 1, whole, 0, {4}) == [""]
-    (said,) = ranks.run(runs.said_by, 1, run_with_bad_steps, [config], 0, {1})
-    assert "there is no checkpoint to go back to in this data stage; save more often" in said
+    (said,) = ranks.run(runs.said_by, 1, run_with_bad_steps, [config], 0, {*range(1, 9)})
+    assert "the run has already gone back 3 times to" in said
     assert runs.status_of(tmp_path)["state"] == "failed"
     assert runs.checkpoint_of(tmp_path, 4).exists(), "not put aside"
+    assert ranks.run(run_with_bad_steps, 1, [config], 0, {1, 2}) == [""]
+    went_back = [(e["from_step"], e["step"]) for e in runs.events_of(tmp_path / "run", "rollback")]
+    assert went_back == [(6, 4)] * 4
 
 
 def run_with_damage(arguments: list[str], folder: Path) -> str:

@@ -12,6 +12,7 @@ from proofs.parity.cases import Case
 from proofs.parity.run import check
 from settings.load import load_config
 from tests import ROOT, runs
+from tests.health.faulty_runs import run_with_bad_steps
 from tests.planted import name_of, planted
 from tests.proofs.parity_tiers import agrees, is_found, thorough_but
 from tools.rehearse.__main__ import beside_the_plan
@@ -82,6 +83,18 @@ def test_another_layout_loads_the_same_bits(ranks, data, tmp_path):
     overrides = ["parallel.tp=1", "parallel.pp=2", "parallel.dp_shard=-1"]
     state = ranks.run(runs.global_state, 4, [config, *overrides], str(path))[0]
     assert runs.same_tensors(state, stored)
+
+
+def test_a_logit_is_kept_until_the_next_but_not_by_a_rollback(ranks, data, tmp_path):
+    """Of steps 1 and 4, the second of which is made again: step 3 is not to show its logit."""
+    every_third = {"name": "muon", "muon": {"qk_clip": 100.0, "qk_clip_interval": 3}}
+    sections = {"train": {"steps": 4}, "optimizer": every_third, "model": {"num_layers": 2}}
+    sections |= {"checkpoint": {"interval": 2}, "guard": {"max_bad_steps": 2}}
+    config = runs.write_config(tmp_path, data, **sections)
+    assert ranks.run(run_with_bad_steps, 1, [config], 0, {3, 4}) == [""]
+    first, second, third, fourth = runs.metrics_of(tmp_path)
+    assert first["largest_logit"] == second["largest_logit"] != fourth["largest_logit"]
+    assert "largest_logit" not in third
 
 
 @pytest.mark.parametrize(("name", "range_"), [("quintic", (0.68, 1.2)), ("varying", (0.97, 1.15))])
