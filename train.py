@@ -61,7 +61,7 @@ def main(arguments: list[str], signals: Signals, store: dist.Store | None = None
         refuse(error)
     mark("join")
     try:
-        config = on_all_ranks(lambda: check_config(told, device), device)
+        config = on_all_ranks(lambda: check_config(told, device))
         start_run(config, device, signals, ranks.spares)
     except UserError as error:
         refuse(error, bool(ranks.spares))
@@ -74,25 +74,26 @@ def main(arguments: list[str], signals: Signals, store: dist.Store | None = None
 def start_run(config: Config, device: str, signals: Signals, spares: dict[str, int]) -> None:
     mark("config")
     # Find the user's mistakes before anything is built or written.
-    data = open_same_data(config, device)
+    data = open_same_data(config)
     mark("data")
-    on_all_ranks(lambda: check_writable(config), device)
+    on_all_ranks(lambda: check_writable(config))
     # No other run writes to the folder; a person learns of failures from here on.
     with (
-        Lease(config.run.dir, device) as lease,
+        Lease(config.run.dir) as lease,
         Monitor(config, signals) as monitor,
         RunLog(config, monitor.tell) as log,
     ):
         mark("lease")
         start = find_start(config, data.train, lease)
         mark("verify")
-        while following := train_data_stage(config, data, start, lease, log, signals, spares):
-            start, spares = following, {}  # which are announced
+        while later := train_data_stage(config, device, data, start, lease, log, signals, spares):
+            start, spares = later, {}  # which are announced
             join_again(signals)
 
 
 def train_data_stage(
     whole: Config,
+    device: str,
     data: Data,
     start: Start,
     lease: Lease,
@@ -105,7 +106,7 @@ def train_data_stage(
     data_stage = data_stages(whole)[start.data_stage]
     config = data_stage.config
     sizes = config.parallel.mesh_sizes(dist.get_world_size())
-    mesh = build_mesh(sizes, lease.device, config.model.has_experts)
+    mesh = build_mesh(sizes, device, config.model.has_experts)
     train_data = data.train[data_stage.number]
     loader = BatchLoader(
         train_data,

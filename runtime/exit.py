@@ -42,6 +42,8 @@ from runtime.signals import Signals
 
 # the source file and line that gloo puts before its messages
 GLOO = re.compile(r"\[[^\]]*gloo/transport/[^\]]*\] ")
+# what NCCL says of a rank that died in a collective, and torch of one that died before its first
+NCCL = re.compile("remote process exited|is setting up NCCL communicator")
 LAUNCHER_SECONDS = 3.0  # within which a launcher notices a dead rank and signals the others
 STORE_SECONDS = 3.0  # for a call of the store, whose process may be dead
 TORCHRUN_MODULES = {"torch.distributed.run", "torch.distributed.launch", "tools.torchrun"}
@@ -190,9 +192,9 @@ class LostConnection(RuntimeError):
 
 def lost_connection(error: BaseException) -> bool:
     """Whether a rank failed only because another one did. Gloo's own errors are recognized by the
-    name of its source file in front."""
-    return isinstance(error, LostConnection | dist.DistNetworkError) or bool(
-        GLOO.search(str(error))
+    name of its source file in front, NCCL's by their words."""
+    return isinstance(error, LostConnection | dist.DistNetworkError) or any(
+        of_library.search(str(error)) for of_library in (GLOO, NCCL)
     )
 
 

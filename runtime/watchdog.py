@@ -167,15 +167,22 @@ def innermost_line(frame: FrameType | None) -> str:
 
 
 def recorded_collectives() -> list[tuple[str, bool]]:
-    """The entries of torch's flight recorders, NCCL's and then gloo's, each oldest first:
-    `gloo:all_reduce number 12 of mesh_tp, [[32, 16]] Float`, and whether it is done. Neither
-    contains gloo's sends and receives."""
+    """The entries of torch's flight recorders, NCCL's and gloo's, oldest first: `gloo:all_reduce
+    number 12 of mesh_tp, [[32, 16]] Float`, and whether it is done. Gloo's sends and receives are
+    not recorded."""
     found = []
     for recorder in ("nccl", "fr"):
         dump = getattr(torch._C._distributed_c10d, f"_dump_{recorder}_trace_json", None)
-        for entry in json.loads(dump()).get("entries", []) if dump is not None else []:
-            name, group = entry["profiling_name"], entry["process_group"][-1]
+        batches: dict[int, bool] = {}  # of each group, the batch that follows: whether it is done
+        for entry in reversed(json.loads(dump()).get("entries", []) if dump is not None else []):
+            name, is_done = entry["profiling_name"], entry["retired"]
+            # NCCL marks no single message of a batch as done, only the entry that ends the batch
+            # (pytorch issue 137969).
+            if name.endswith(":coalesced"):
+                batches[entry["pg_id"]] = is_done
+            elif entry["is_p2p"]:
+                is_done |= batches.get(entry["pg_id"], False)
             what = f"{entry['input_sizes']} {' '.join(entry['input_dtypes'])}"
-            said = f"{name} number {entry['collective_seq_id']} of {group}, {what}"
-            found.append((said, bool(entry["retired"])))
-    return found
+            of = f"number {entry['collective_seq_id']} of {entry['process_group'][-1]}"
+            found.append((entry["time_created_ns"], f"{name} {of}, {what}", is_done))
+    return [(said, is_done) for _, said, is_done in sorted(found)]

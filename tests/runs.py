@@ -88,7 +88,7 @@ def train_run(arguments: list[str]) -> str:
     the empty string."""
     warnings.simplefilter("ignore")
     try:
-        config = on_all_ranks(lambda: check_config(try_config(arguments), "cpu"), "cpu")
+        config = on_all_ranks(lambda: check_config(try_config(arguments), "cpu"))
         with Signals(speaks=dist.get_rank() == 0) as signals:
             train.start_run(config, "cpu", signals, {})
     except UserError as error:

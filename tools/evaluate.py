@@ -35,10 +35,10 @@ def evaluate(options: argparse.Namespace, device: str) -> dict[str, Any]:
     """Of each task: its measures, and the log-likelihood of each text of each example. Runs on
     every rank; raises the same UserError on all."""
     at_least(1, seq_len=options.seq_len)
-    read = from_rank_0(lambda: read_tasks(options.tasks, "--tasks"), device)
+    read = from_rank_0(lambda: read_tasks(options.tasks, "--tasks"))
     loaded = load_model(options.checkpoint, DTYPES[options.dtype], device)
     seq_len = options.seq_len or loaded.max_length
-    tasks = on_all_ranks(lambda: tokenize(read, loaded.tokenizer, seq_len, "--tasks"), device)
+    tasks = on_all_ranks(lambda: tokenize(read, loaded.tokenizer, seq_len, "--tasks"))
     rows = [row for task in tasks for row in task.rows]
     of_rows = score_whole(loaded.model, rows, seq_len, TOKENS_AT_ONCE, device)
     return {

@@ -178,8 +178,8 @@ class Lease:
     Entering raises AgreedError, on every rank, if another run holds the lease.
     """
 
-    def __init__(self, run_dir: str | Path, device: str) -> None:
-        self.run_dir, self.device = Path(run_dir), device
+    def __init__(self, run_dir: str | Path) -> None:
+        self.run_dir = Path(run_dir)
         self.folder = self.run_dir / "lease"
         self.checkpoints = self.run_dir / "checkpoints"
         self._made: list[Path] = []  # folders that did not exist before
@@ -223,9 +223,9 @@ class Lease:
             raise
 
     def __enter__(self) -> "Lease":
-        taken = from_rank_0(self._take, self.device)
+        taken = from_rank_0(self._take)
         try:
-            on_all_ranks(lambda: self._see(taken), self.device)
+            on_all_ranks(lambda: self._see(taken))
         except UserError:
             self.__exit__(None, None, None)
             raise

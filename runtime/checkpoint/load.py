@@ -61,22 +61,22 @@ def find_start(config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
     """Return the start that `checkpoint.resume` and `checkpoint.load_weights_only` select, the same
     on every rank, checked against the configuration and the training data of each data stage. A
     checkpoint to resume from takes precedence over one that only provides initial weights."""
-    resume, device = config.checkpoint.resume, lease.device
-    from_rank_0(lambda: _put_incomplete_aside(lease), device)
+    resume = config.checkpoint.resume
+    from_rank_0(lambda: _put_incomplete_aside(lease))
     path = None
-    begun, has_saved = from_rank_0(lambda: _began_at(resume, lease), device)
+    begun, has_saved = from_rank_0(lambda: _began_at(resume, lease))
     if begun < math.inf:
         path = _newest_good(lease)
         # without a save since then, damaged ones are those of a run before, as a good one may be
         if has_saved and (path is None or step_of(path) <= begun):
-            from_rank_0(lambda: _refuse_to_begin_anew(resume, lease), device)
+            from_rank_0(lambda: _refuse_to_begin_anew(resume, lease))
     if resume not in ("auto", "none") and (path is None or step_of(path) <= begun):
-        path = _named(resume, "checkpoint.resume", device)
-    start = from_rank_0(lambda: _start_from(path, config, data, lease), device)
+        path = _named(resume, "checkpoint.resume")
+    start = from_rank_0(lambda: _start_from(path, config, data, lease))
     if path is None and config.checkpoint.load_weights_only:
         key = "checkpoint.load_weights_only"
-        weights = _named(config.checkpoint.load_weights_only, key, device)
-        from_rank_0(lambda: _check_weights(weights, config, data[0]), device)
+        weights = _named(config.checkpoint.load_weights_only, key)
+        from_rank_0(lambda: _check_weights(weights, config, data[0]))
         return replace(start, path=weights, weights_only=True)
     return start
 
@@ -133,11 +133,11 @@ def _refuse_to_begin_anew(resume: str, lease: Lease) -> None:
         raise UserError("checkpoint.resume", resume, why, remedy)
 
 
-def _named(folder: str, key: str, device: str) -> Path:
+def _named(folder: str, key: str) -> Path:
     """Return `folder` if it is a checkpoint, or the newest checkpoint of the run that it holds, as
     the tools do. Raises UserError, on every rank, if there is none or it is damaged."""
-    path = from_rank_0(lambda: checkpoints_of(Path(folder), key)[-1], device)
-    require_good(path, key, device)
+    path = from_rank_0(lambda: checkpoints_of(Path(folder), key)[-1])
+    require_good(path, key)
     return path
 
 
@@ -148,12 +148,11 @@ def find_before(
     `last_step` or before, or the checkpoint that it was resumed from, if that is as early, and no
     other is newer. If one is found, later checkpoints are put aside; if none is, None is
     returned."""
-    device = lease.device
     path = _newest_good(lease, last_step)
     is_older = path is None or step_of(path) < begun.step  # that of a run before, or there is none
     if is_older and not begun.weights_only and begun.step <= last_step:
         path = from_rank_0(
-            lambda: begun.path if begun.path and is_file(begun.path / MANIFEST) else path, device
+            lambda: begun.path if begun.path and is_file(begun.path / MANIFEST) else path
         )
     if path is None:
         return None
@@ -167,7 +166,7 @@ def find_before(
                 )
         return _start_from(path, config, data, lease)
 
-    return from_rank_0(go_back, device)
+    return from_rank_0(go_back)
 
 
 def _start_from(path: Path | None, config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
@@ -221,12 +220,12 @@ def _at_boundary(trainer: TrainerState, config: Config, data: Sequence[Mixture])
 def _newest_good(lease: Lease, last_step: float = math.inf) -> Path | None:
     """Return the newest undamaged checkpoint of the run folder up to `last_step`. Damaged ones are
     put aside with a warning."""
-    found = from_rank_0(lambda: complete_checkpoints(lease.checkpoints), lease.device)
+    found = from_rank_0(lambda: complete_checkpoints(lease.checkpoints))
     for path in reversed(found):
         if step_of(path) > last_step:
             continue
         try:
-            _check_undamaged(path, lease.device)
+            _check_undamaged(path)
             return path
         except Damaged as problem:
             if dist.get_rank() == 0:
@@ -236,16 +235,16 @@ def _newest_good(lease: Lease, last_step: float = math.inf) -> Path | None:
     return None
 
 
-def require_good(path: Path, key: str, device: str) -> None:
+def require_good(path: Path, key: str) -> None:
     """Raise UserError, on every rank, if the checkpoint that `key` selects is damaged."""
     try:
-        _check_undamaged(path, device)
+        _check_undamaged(path)
     except Damaged as problem:
         why = f"is not a valid checkpoint: {problem}"
         raise AgreedError(key, str(path), why, "give another folder step-…") from None
 
 
-def _check_undamaged(path: Path, device: str) -> None:
+def _check_undamaged(path: Path) -> None:
     """Raise Damaged, on every rank, if a checkpoint is damaged. Rank 0 reads what describes it, and
     each rank its share of the files."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -254,8 +253,8 @@ def _check_undamaged(path: Path, device: str) -> None:
         mine = sorted(manifest.files)[rank::world]
         return check_files(path, manifest, mine, point, shown=rank == 0)
 
-    manifest, point = from_rank_0(lambda: described(path), device, Damaged)
-    everyone = [on_all_ranks(covered_by_mine, device, Damaged)] * world
+    manifest, point = from_rank_0(lambda: described(path), Damaged)
+    everyone = [on_all_ranks(covered_by_mine, Damaged)] * world
     dist.all_gather_object(everyone, everyone[rank])
     check_whole(manifest, sum(everyone, Counter[str]()), point)
 
@@ -286,7 +285,7 @@ def load(train: TrainStep, start: Start) -> None:
             why = f"cannot be read: {first}"
             raise UserError("checkpoint", str(path), why, "choose another checkpoint") from None
 
-    on_all_ranks(read, train.mesh.device)
+    on_all_ranks(read)
     for source, copy in second_copies:
         copy.copy_(source)
     if not start.weights_only:

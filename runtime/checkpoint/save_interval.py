@@ -105,7 +105,7 @@ class SaveInterval:
 
     def _decide(self, run: Run) -> None:
         """Choose the interval on rank 0; every rank receives it."""
-        self.steps = from_rank_0(lambda: self._choose(run), run.train.mesh.device)
+        self.steps = from_rank_0(lambda: self._choose(run))
 
     def _choose(self, run: Run) -> int:
         save = statistics.median(self.waits) if self.waits else self.estimated

@@ -189,7 +189,7 @@ def refusal(folder: Path, step: int, device: str) -> str:
     dist.all_reduce(lacking, op=dist.ReduceOp.MAX)  # one int64, over the world
     if lacking.item() > 0:
         return f"a rank lacks {lacking.item() / 2**20:,.0f} MiB of GPU memory to compute it again"
-    if from_rank_0(lambda: _did_not_end(folder, step), device):
+    if from_rank_0(lambda: _did_not_end(folder, step)):
         return "an examination of this step was begun before, and did not end"
     return ""
 

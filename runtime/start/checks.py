@@ -142,13 +142,13 @@ class Data:
         return hashlib.sha256(repr((splits, self.tasks)).encode()).hexdigest()
 
 
-def open_same_data(config: Config, device: str) -> Data:
+def open_same_data(config: Config) -> Data:
     """Open the data of each data stage on every rank. Raises UserError, on every rank, if one has
     other data than rank 0 (a node has an older copy): stages of the pipeline would take tokens and
     targets from different texts, and nothing would show it."""
-    data = on_all_ranks(lambda: open_data_stages(config), device)
+    data = on_all_ranks(lambda: open_data_stages(config))
     identity = data.identity()
-    first = from_rank_0(lambda: identity, device)
+    first = from_rank_0(lambda: identity)
 
     def compared() -> Data:
         if identity == first:
@@ -157,7 +157,7 @@ def open_same_data(config: Config, device: str) -> Data:
         remedy = "give folders that all nodes share, or copy them to each node again"
         raise UserError("data.path", config.data.path, why, remedy)
 
-    return on_all_ranks(compared, device)
+    return on_all_ranks(compared)
 
 
 def open_data_stages(config: Config) -> Data:

@@ -199,7 +199,7 @@ def saved_while_training(config_path: str) -> bool:
         return honest(*about)
 
     small = patch("runtime.checkpoint.tensor_files.FILE_BYTES", 5_000)
-    with later(), small, Lease(train.config.run.dir, "cpu") as lease:
+    with later(), small, Lease(train.config.run.dir) as lease:
         saver = Saver(train, open_data(train.config.data, "train"), lease, RunLog(train.config))
         before = {name: tensor.to_local().clone() for name, tensor in saver.tensors.items()}
         saver.save(1, 0, DataState(checksum="none", next_sample=0, skipped=[]))
@@ -231,7 +231,7 @@ def saved_after_a_silence(config_path: str) -> list[bool]:
         time.sleep(9 * dist.get_rank() if partial.name == "step-00000001" else 0)
         return honest(saver, partial)
 
-    with late(), Lease(train.config.run.dir, "cpu") as lease:
+    with late(), Lease(train.config.run.dir) as lease:
         with patch.object(dist, "new_group", partial(new_group, timeout=timedelta(seconds=4))):
             saver = Saver(train, open_data(train.config.data, "train"), lease, RunLog(train.config))
         for step in 1, 2:
@@ -258,7 +258,7 @@ READERS: dict[str, tuple[Callable[[Config], object], str]] = {  # what reads or 
     "checkpoints": (
         lambda config: checkpoints_of(Path(config.run.dir), "key"), "pathlib.Path.stat"),
     "the lease": (
-        lambda config: Lease(config.run.dir, "cpu")._take(),
+        lambda config: Lease(config.run.dir)._take(),
         "runtime.checkpoint.lease.newest_lease"),
     "the run folder": (check_writable, "tempfile.TemporaryFile"),
     "the data": (lambda config: open_data(config.data, "train"), "pathlib.Path.read_text"),

@@ -59,7 +59,7 @@ def _quick(monkeypatch):
 
 def test_it_is_taken_renewed_and_released(tmp_path):
     run = tmp_path / "run"
-    with patch.object(lease, "RENEW_SECONDS", 0.01), Lease(run, "cpu"):
+    with patch.object(lease, "RENEW_SECONDS", 0.01), Lease(run):
         path = run / "lease" / "00000001.json"
         assert json.loads(path.read_text())["pid"] == os.getpid()
         os.utime(path, (1000, 1000))
@@ -67,7 +67,7 @@ def test_it_is_taken_renewed_and_released(tmp_path):
             time.sleep(0.01)
         (run / "metrics.jsonl").touch()
     assert path.stat().st_mtime == 0
-    with Lease(run, "cpu"):
+    with Lease(run):
         assert names(run / "lease") == ["00000002.json"]
 
 
@@ -78,12 +78,12 @@ def test_a_slower_newcomer_leaves_the_winners_lease(tmp_path):
     path.touch()
     looks = patch.object(lease, "newest_lease", side_effect=[None, OSError("stale handle")])
     with looks, pytest.raises(UserError, match="stale handle"):
-        Lease(tmp_path / "run", "cpu").__enter__()
+        Lease(tmp_path / "run").__enter__()
     assert path.stat().st_mtime > 0
 
 
 def test_a_living_holder_is_named_and_nothing_is_written(ranks, data, tmp_path):
-    with patch.object(lease, "RENEW_SECONDS", 0.1), Lease(tmp_path / "run", "cpu") as held:
+    with patch.object(lease, "RENEW_SECONDS", 0.1), Lease(tmp_path / "run") as held:
         first, second = ranks.run(train_run, 2, [write_config(tmp_path, data)])
         assert [file for file in (tmp_path / "run").rglob("*") if file.is_file()] == [held._path]
     assert first == second
@@ -103,7 +103,7 @@ def hold_one_of_many(folder: Path) -> str:
     """On each rank: why the lease of a folder that each has for itself is refused."""
     own = folder / str(dist.get_rank()) / "run"
     with patch.object(lease, "SEEN_SECONDS", 0.1), pytest.raises(UserError) as refused:
-        Lease(own, "cpu").__enter__()
+        Lease(own).__enter__()
     return refused.value.why
 
 
@@ -128,7 +128,7 @@ def test_it_is_taken_over_at_once(tmp_path, monkeypatch, left):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     with patch.object(time, "sleep", side_effect=AssertionError("it waits")):
-        Lease(tmp_path / "run", "cpu")._try_to_take()
+        Lease(tmp_path / "run")._try_to_take()
     assert names(tmp_path / "run" / "lease") == ["00000004.json"]
 
 
@@ -152,15 +152,15 @@ def test_a_holder_is_watched(tmp_path, monkeypatch, capsys, left, said):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     renews = patch.object(time, "sleep", lambda _: os.utime(path))
     with renews, pytest.raises(UserError, match=said):
-        Lease(tmp_path / "run", "cpu")._try_to_take()
+        Lease(tmp_path / "run")._try_to_take()
     assert "to see whether that process is alive and renews its lease" in capsys.readouterr().err
-    with patch.object(time, "sleep"), Lease(tmp_path / "run", "cpu"):
+    with patch.object(time, "sleep"), Lease(tmp_path / "run"):
         assert names(tmp_path / "run" / "lease") == ["00000004.json"]
 
 
 def paused(run: Path) -> Lease:
     """A run with one checkpoint to commit and one to delete, which no longer renews its lease."""
-    first = Lease(run, "cpu").__enter__()
+    first = Lease(run).__enter__()
     first._closed.set()
     first._thread.join()
     (first.work / "step-00000040").mkdir(parents=True)
@@ -181,7 +181,7 @@ def test_a_displaced_run_changes_nothing(tmp_path, what, when):
     require = first._require
 
     def take_over() -> None:
-        with Lease(tmp_path / "run", "cpu"):
+        with Lease(tmp_path / "run"):
             (tmp_path / "run" / "metrics.jsonl").touch()
 
     checks = iter([take_over, require])  # the other run takes the lease after the check
@@ -199,7 +199,7 @@ def test_the_fence_test_can_fail(tmp_path):
     succeeds."""
     with patch.object(Lease, "_clear", lambda self: None):
         first = paused(tmp_path / "run")
-        with Lease(tmp_path / "run", "cpu"), patch.object(first, "_require", lambda: None):
+        with Lease(tmp_path / "run"), patch.object(first, "_require", lambda: None):
             first.move(*MOVES["commit"](first))
     assert (tmp_path / "run" / "checkpoints" / "step-00000040").exists()
 
@@ -208,7 +208,7 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path):
     """Else a run would begin anew, and a running one would take its lease for deleted."""
     denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     fails = patch.multiple(os, scandir=Mock(side_effect=denied), listdir=Mock(side_effect=denied))
-    with Lease(tmp_path / "run", "cpu") as held:
+    with Lease(tmp_path / "run") as held:
         held.make_work()
         with fails:
             for look in complete_checkpoints, newest_lease:
@@ -221,7 +221,7 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path):
 
 def test_what_a_save_commits_while_its_run_fails_stays_whole(tmp_path):
     """Its thread renames the folder while the lease is released."""
-    held = Lease(tmp_path / "run", "cpu").__enter__()
+    held = Lease(tmp_path / "run").__enter__()
     partial, final = held.make_work() / "step-00000040", held.checkpoints / "step-00000040"
     partial.mkdir()
     for name in "a", "b":
@@ -242,7 +242,7 @@ def test_what_was_being_put_aside_is_not_swept_away(tmp_path):
     first = paused(tmp_path / "run")
     (first.work / "partial-00000001-9" / "step-00000060.damaged").mkdir(parents=True)
     (first.work / "step-00000020.abandoned-2").mkdir()
-    with Lease(tmp_path / "run", "cpu"):
+    with Lease(tmp_path / "run"):
         left = names(first.checkpoints)
     assert left == ["step-00000020", "step-00000020.abandoned-2", "step-00000060.damaged"]
 

@@ -223,7 +223,7 @@ def load_and_save(arguments: list[str], start: Path | None) -> None:
         for held in held_tensors(step):
             region = tuple(slice(part.start, part.stop) for part in local_region(held.tensor))
             assert torch.equal(held.tensor.to_local(), stored[held.name][region]), held.name
-    with Lease(step.config.run.dir, "cpu") as lease:
+    with Lease(step.config.run.dir) as lease:
         saver = Saver(step, open_data(step.config.data, "train"), lease, RunLog(step.config))
         saver.save(1, 0, DataState(checksum="none", next_sample=0, skipped=[]))
         saver.close()

@@ -67,7 +67,7 @@ def test_which_steps_are_saved(tmp_path, steps, interval, about, expected):
     due = SaveInterval(config, 0, 0)
     found, last = [], {}
     with (
-        patch.object(save_interval, "from_rank_0", lambda action, device: action()),
+        patch.object(save_interval, "from_rank_0", lambda action: action()),
         patch.object(save_interval.dist, "get_world_size", lambda: 1),
     ):
         for of.step in range(1, steps + 1):

@@ -3,6 +3,7 @@
 import _thread
 import ctypes
 import itertools
+import json
 import re
 import sys
 import threading
@@ -21,7 +22,7 @@ import runtime.watchdog
 from proofs.ranks import RankError
 from runtime.all_listeners import Watching
 from runtime.log.run_log import RunLog
-from runtime.watchdog import Watchdog, innermost_line, where_it_waits
+from runtime.watchdog import Watchdog, innermost_line, recorded_collectives, where_it_waits
 from settings.load import load_config
 from tests.planted import planted
 from tests.runs import events_of, forked, status, train_run, write_config
@@ -148,3 +149,35 @@ def test_every_thread_is_named():
         assert "wait_here" not in alone
     finally:
         go_on.set()
+
+
+def test_only_what_hangs_is_waited_for(monkeypatch):
+    """On GPUs: a pipeline's messages of earlier steps are done, although NCCL says it only of their
+    batch; and gloo's collectives, one per step, do not displace NCCL's."""
+    times = itertools.count()
+
+    def entry(name: str, number: int, retired: bool) -> dict[str, Any]:
+        return {
+            "profiling_name": name, "collective_seq_id": number, "retired": retired,
+            "is_p2p": "<-" in name, "time_created_ns": next(times), "pg_id": int("all" in name),
+            "process_group": ["1", "a_mesh"], "input_sizes": [[2]], "input_dtypes": ["Float"],
+        }  # fmt: skip
+
+    def batch(number: int, retired: bool) -> list[dict[str, Any]]:
+        messages = [entry(f"nccl:recv {other}<-0", number, False) for other in (1, 2)]
+        return [*messages, entry("nccl:coalesced", number, retired)]
+
+    nccl, gloo = [], []
+    for step in range(20):
+        nccl += [*batch(step, True), entry("nccl:all_reduce", step, True)]
+        gloo.append(entry("gloo:all_reduce", step, True))
+    nccl += [*batch(20, False), entry("nccl:all_reduce", 20, False)]
+    for recorder, entries in (("nccl", nccl), ("fr", gloo)):
+        text = json.dumps({"entries": entries})
+        name = f"_dump_{recorder}_trace_json"
+        monkeypatch.setattr(torch._C._distributed_c10d, name, lambda text=text: text, raising=False)
+    names = ["recv 1<-0", "recv 2<-0", "coalesced", "all_reduce"]
+    hangs = "; ".join(f"nccl:{name} number 20 of a_mesh, [[2]] Float" for name in names)
+    assert f", waiting in {hangs}" in where_it_waits()
+    before = [said.split(" number")[0] for said, _ in recorded_collectives()[-9:-4]]
+    assert before == [*(f"nccl:{name}" for name in names), "gloo:all_reduce"]

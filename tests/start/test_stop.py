@@ -19,9 +19,10 @@ import torch.distributed as dist
 
 import proofs.ranks
 import train
+from errors import LOST
 from proofs.ranks import RankError
 from runtime import all_listeners, signals, stop
-from runtime.exit import LostConnection, fail
+from runtime.exit import LostConnection, describe, fail
 from runtime.signals import Signals
 from runtime.stop import StopRequests
 from settings.load import load_config
@@ -247,6 +248,32 @@ def test_a_peer_that_dies(ranks, data, tmp_path):
     end = runs.status_of(tmp_path)
     assert end["state"] == "failed"
     assert "lost connection to another rank after step" in end["reason"]
+
+
+@pytest.mark.parametrize(
+    ("said", "is_lost"),
+    [
+        (
+            "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, remote process "
+            "exited or there was a network error, NCCL version 2.27.3\nncclRemoteError: A call "
+            "failed possibly due to a network error or a remote process exiting prematurely.",
+            True,
+        ),
+        (
+            "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d "
+            "key-value store by key '0', but store->get('0') got error: Connection reset by peer",
+            True,
+        ),
+        (
+            "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, unhandled cuda "
+            "error, NCCL version 2.27.3\nncclUnhandledCudaError: Call to CUDA function failed.",
+            False,
+        ),
+    ],
+)
+def test_what_nccl_says_of_a_peer_that_died(said, is_lost):
+    """The survivors leave it to the rank that failed to say why. Control: an own failure."""
+    assert describe(dist.DistBackendError(said)).startswith(LOST) == is_lost
 
 
 def wait_for_a_silent_peer(config: str) -> None:

@@ -43,9 +43,9 @@ def run(options: argparse.Namespace, device: str) -> None:
             sys.stdout.write(text)
             sys.stdout.flush()
 
-    sampling, prompts = on_all_ranks(read, device), options.prompt
+    sampling, prompts = on_all_ranks(read), options.prompt
     loaded = load_model(options.checkpoint, DTYPES[options.dtype], device)
-    encoded = on_all_ranks(lambda: [loaded.encode(prompt) for prompt in prompts], device)
+    encoded = on_all_ranks(lambda: [loaded.encode(prompt) for prompt in prompts])
     for number, (prompt, tokens) in enumerate(zip(prompts, encoded, strict=True)):
         write(f"--- {number + 1}\n{prompt}" if len(prompts) > 1 else prompt)
         own = replace(sampling, seed=sampling.seed + number)

@@ -58,10 +58,10 @@ class Loaded:
 def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
     """Loads the model with tensor parallelism over all ranks, all of which call this function.
     Raises AgreedError if `folder` has no loadable model."""
-    folder = from_rank_0(lambda: find(folder), device)
-    is_exported = from_rank_0(lambda: (folder / CONFIG).is_file(), device)
+    folder = from_rank_0(lambda: find(folder))
+    is_exported = from_rank_0(lambda: (folder / CONFIG).is_file())
     if not is_exported:
-        require_good(folder, "--checkpoint", device)
+        require_good(folder, "--checkpoint")
 
     def open_all() -> tuple[WeightReader, Tokenizer, dict[str, Any]]:
         source: WeightReader
@@ -75,7 +75,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
         tokenizer, num_rows = Tokenizer.load(folder), source.model.vocab_size
         return source, tokenizer, generation_config(folder, tokenizer, num_rows, "--checkpoint")
 
-    source, tokenizer, generation = on_all_ranks(open_all, device)
+    source, tokenizer, generation = on_all_ranks(open_all)
     # the machine may differ from the one that trained it
     model = empty_model(replace(source.model, kernels="auto"), dtype, device)
     held = weights_of(model)

@@ -77,7 +77,7 @@ class SaverWithoutFiles(Saver):
 
     def __init__(self, train: TrainStep) -> None:
         with patch.object(dist, "new_group", lambda **_: None):
-            super().__init__(train, Path(), Lease("", "cuda"), RunLog(train.config))
+            super().__init__(train, Path(), Lease(""), RunLog(train.config))
         self.is_first = False  # of the ranks, which alone logs and commits
 
     def save(self, *state: Any) -> Any:
