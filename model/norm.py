@@ -30,7 +30,7 @@ class RMSNorm(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.local_weight(), self.eps, self.kernels, self.gradient)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and the sum itself, in one pass over both."""
+    def add(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, and the sum itself, in one pass; and so in backward."""
         weight = self.local_weight()
         return add_rms_norm(x, residual, weight, self.eps, self.kernels, self.gradient)

@@ -64,7 +64,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, *inputs: Any) -> Tensor:
         """`inputs`: the inputs that this layer's attention derives from the positions."""
-        return self.after(self.attention(self.attention_norm(x), *inputs), x)
+        y, x = self.attention_norm.add(x)
+        return self.after(self.attention(y, *inputs), x)
 
     def after(self, y: Tensor, x: Tensor) -> Tensor:
         """The output, from the block's input x and what attention adds to it."""

@@ -1,7 +1,7 @@
 """RMSNorm (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467), with or without the addition
 of the residual in the same pass.
 
-    s = x + r        (the residual stream; in `rms_norm`, s = x)
+    s = x + r        (the residual stream; without r, s = x)
     y = s · rstd · w         rstd = 1 / sqrt(mean(s²) + eps), one number per row
 
     dw = Σ_rows dy · s · rstd
@@ -54,30 +54,31 @@ def rms_norm(
     """Normalise x [..., D] with weight [D]; y has the shape of x. `kernels` is auto, triton or
     torch; `gradient` is the weight's (parallel/weight_gradient.py)."""
     if use_triton(x, kernels):
-        return RMSNormFunction.apply(x, None, weight, eps, gradient)
+        return RMSNormFunction.apply(x, None, weight, eps, gradient)[0]
     wide = WideWeight.apply(weight, gradient)
     return functional.rms_norm(x.to(wide.dtype), (x.shape[-1],), wide, eps).to(x.dtype)
 
 
 def add_rms_norm(
     x: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     weight: Tensor,
     eps: float,
     kernels: str,
     gradient: WeightGradient = TO_AUTOGRAD,
 ) -> tuple[Tensor, Tensor]:
-    """x, residual [..., D], weight [D] → (y, s): the normalised sum, and the sum. The sum is
-    rounded to x's dtype before it is normalised."""
+    """x, residual [..., D], weight [D] → (y, s): the normalised sum, and the sum, for its other
+    uses: backward adds their gradient in the same pass. The sum is rounded to x's dtype before it
+    is normalised."""
     if use_triton(x, kernels):
         return RMSNormFunction.apply(x, residual, weight, eps, gradient)
-    s = x + residual
+    s = x if residual is None else x + residual
     return rms_norm(s, weight, eps, kernels, gradient), s
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """y, or with a residual (y, s), by the kernels. The weight's gradient goes to its sum: autograd
-    would round it to the weight's dtype."""
+    """(y, s) by the kernels. The weight's gradient goes to its sum: autograd would round it to the
+    weight's dtype."""
 
     @staticmethod
     def forward(
@@ -87,17 +88,18 @@ class RMSNormFunction(torch.autograd.Function):
         weight: Tensor,
         eps: float,
         gradient: WeightGradient,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.gradient, ctx.adds = gradient, residual is not None
         y, s, rstd = torch.ops.lattice.rms_norm(x, residual, weight, eps)
-        ctx.save_for_backward(x if residual is None else s, weight, rstd)
-        return y if residual is None else (y, s)
+        s = x.view_as(x) if residual is None else s
+        ctx.save_for_backward(s, weight, rstd)
+        return y, s
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None = None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Any, ...]:
         if dy is None:
-            return ds, ds, None, None, None
+            return ds, ds if ctx.adds else None, None, None, None
         wide = ctx.gradient.adds
         dx, dw = torch.ops.lattice.rms_norm_backward(dy, ds, *ctx.saved_tensors, wide)
         return dx, dx if ctx.adds else None, ctx.gradient.add(dw), None, None
