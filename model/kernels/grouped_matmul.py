@@ -68,7 +68,8 @@ def sizes_of(ends: Tensor) -> list[int]:
 def grouped_mm(x: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """y [R, M] = x [R, N] · b [X, N, M], each expert's rows times its matrix."""
     if _by_torch(x, b):
-        return functional.grouped_mm(x, b, offs=ends)
+        # torch pads y's rows to 16 bytes, which the fake implementation does not
+        return functional.grouped_mm(x, b, offs=ends).contiguous()
     y, sizes = x.new_empty((x.shape[0], b.shape[2])), sizes_of(ends)
     for rows, matrix, out in zip(x.split(sizes), b, y.split(sizes), strict=True):
         torch.mm(rows, matrix, out=out)

@@ -82,7 +82,9 @@ def _turn_heads(
 ):  # fmt: skip
     """Rotate all heads of some tokens. X and OUT [TOKENS, 1, 1] point to the tokens' first heads;
     `there` masks the tokens that exist."""
-    heads, i = tl.arange(0, HEADS)[None, :, None], tl.arange(0, PADDED)[None, None, :]
+    # attention's gradients may have heads S · E apart: the last may begin after 2³¹ elements
+    heads = tl.arange(0, HEADS)[None, :, None].to(tl.int64)
+    i = tl.arange(0, PADDED)[None, None, :]
     inside = there & (heads < num_heads) & (i < HALF)
     a = tl.load(X + heads * x_stride_h + i, mask=inside, other=0.0).to(ACC)
     b = tl.load(X + heads * x_stride_h + HALF + i, mask=inside, other=0.0).to(ACC)

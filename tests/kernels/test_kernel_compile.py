@@ -86,14 +86,18 @@ FAULTS = {  # specimen of CONTROLS → the kinds of its faults
 OUTSIDE = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
-def compiled(folder: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
-    """Run the tool; return its exit status and its table."""
+def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     environment = OUTSIDE | {"TRITON_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     table = folder / "kernels.json"
     command = [sys.executable, "-m", "tools.compile_kernels", "--json", str(table), *options]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def compiled(folder: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
+    """Run the tool; return its exit status and its table."""
+    done = run(folder, *options)
     assert done.returncode in (0, 1), done.stderr
-    return done.returncode, json.loads(table.read_text())
+    return done.returncode, json.loads((folder / "kernels.json").read_text())
 
 
 def launched(file: Path) -> set[str]:
@@ -135,6 +139,16 @@ def test_faults_are_found(tmp_path: Path, target: str) -> None:
     assert (by_name["sound"]["wide_loads"], by_name["sound"]["narrow_loads"]) == (wide, 0)
     allowed = by_name["odd but allowed"]["faults"]  # accesses are allowed one by one
     assert all("tl.load(X" in fault and "tl.store" not in fault for fault in allowed)
+
+
+def test_a_specimen_that_launches_nothing_is_refused(tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    idle = "from model.kernels.swiglu import swiglu\nx = torch.ones(2, 16)\n"
+    idle += 'SPECIMENS[1:] = [Specimen("idle", lambda: swiglu(x, x, "auto"))]\n'
+    own.write_text(CONTROLS + idle)
+    done = run(tmp_path, "--target", "sm_90", "--specimens", str(own))
+    assert done.returncode == 2, done.stdout
+    assert "--specimens = 'idle': launches no kernel" in done.stderr
 
 
 def test_what_cannot_be_compiled_is_refused(monkeypatch: Any, capsys: Any) -> None:

@@ -226,6 +226,17 @@ def test_rotary_of_strides_that_attention_returns(dtype):
         assert torch.equal(turned, again)
 
 
+def test_rotary_of_heads_far_apart():
+    """The third of q's heads begins 2^31 numbers after the first."""
+    memory = torch.empty(2**32 + 8, dtype=torch.bfloat16)  # of which few pages are touched
+    q = memory.as_strided((1, 1, 3, 8), (8, 8, 2**30, 1), 2**31)
+    q.copy_(randn(1, 1, 3, 8, dtype=torch.bfloat16))
+    cos, sin = rotary_angles(torch.ones(1, 1), Rotary(8, 10000.0), torch.bfloat16)
+    right, k = torch.ops.lattice.rotate(q.contiguous(), q.contiguous(), cos, sin, False)
+    torch.ops.lattice.rotate_(q, k, cos, sin)
+    assert torch.equal(q, right)
+
+
 def exact_loss(z, targets, z_loss=0.0, scale=1.0):
     """The loss summed over target tokens, and its gradient times `scale`, computed by PyTorch."""
     z, counted = z.double().requires_grad_(), targets != IGNORE
@@ -303,7 +314,8 @@ def test_operations_keep_the_library_contract(dtype):
         specimens.rotary(2, 1, 8, dtype)
         specimens.experts(16, 16, exact(dtype), 1)
         ends = torch.tensor([5, 5, 8], dtype=torch.int32)
-        grouped_mm(torch.ones(8, 16, dtype=dtype), torch.ones(3, 16, 4, dtype=dtype), ends)
+        weight = torch.ones(3, 20, 16, dtype=dtype)  # rows of y with 40 bytes in bfloat16
+        grouped_mm(torch.ones(8, 16, dtype=dtype), weight.transpose(1, 2), ends)
     text = "".join(file.read_text() for file in (ROOT / "model/kernels").glob("*.py"))
     called = [each for each in zip(seen.found, seen.arguments, strict=True)
               if each[0].namespace == "lattice"]  # fmt: skip

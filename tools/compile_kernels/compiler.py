@@ -56,9 +56,10 @@ class Launch:
 
 
 def launches_of(chosen: Sequence[Specimen], target: str) -> list[Launch]:
-    """Every launch of the specimens. Launches that compile to the same kernel and have the same
-    expectations are listed once."""
+    """Every launch of the specimens, of which each must launch something. Launches that compile to
+    the same kernel and have the same expectations are listed once."""
     found: dict[tuple[Any, ...], Launch] = {}
+    launching: list[Specimen] = []
     gpu = GPUTarget(*TARGETS[target].gpu)
     # takes the place of Triton's driver, so that the launcher prepares kernels for this GPU
     absent = SimpleNamespace(
@@ -71,6 +72,7 @@ def launches_of(chosen: Sequence[Specimen], target: str) -> list[Launch]:
         def keep(
             *, fn: Any, compile: dict[str, Any], specimen: Specimen = specimen, **_: Any
         ) -> bool:
+            launching.append(specimen)
             everything = compile["specialization_data"]
             options = json.loads(everything)["options"]
             options = {
@@ -94,6 +96,10 @@ def launches_of(chosen: Sequence[Specimen], target: str) -> list[Launch]:
             mock.patch.object(multi_tensor, "INTERPRETED", True),
         ):
             specimen.launch()
+        if specimen not in launching:
+            why = f"launches no kernel on {target}"
+            remedy = 'call the operation with kernels="triton", on tensors that are not empty'
+            raise UserError("--specimens", specimen.name, why, remedy)
     return list(found.values())
 
 
