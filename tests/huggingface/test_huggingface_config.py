@@ -133,6 +133,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "a new family": {"architectures": ["NewForCausalLM"]},
     "bias": {"attention_bias": True},
     "activation": {"hidden_act": "gelu"},
+    "attention to later tokens": {"is_causal": False},
     "quantized": {"quantization_config": {"bits": 4}},
     "its own code": {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}},
     "linear rope": {"rope_scaling": {"type": "linear", "factor": 2.0}},

@@ -72,6 +72,7 @@ MUST_BE: dict[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "the gate of the feed-forward is silu here"),
     "attention_bias": (False, "no linear layer has a bias here"),
     "mlp_bias": (False, "no linear layer has a bias here"),
+    "is_causal": (True, "no token attends to later ones here"),
     "partial_rotary_factor": (1.0, "rotary embedding covers whole heads here"),
     "quantization_config": (None, "quantized weights are not supported"),
     "auto_map": (None, "the folder has custom code, which may compute anything"),
