@@ -249,7 +249,9 @@ class HuggingFaceConfig:
         if rope.get("partial_rotary_factor") not in (None, 1):
             raise self._refusal(key, self._stated[key], MUST_BE["partial_rotary_factor"][1])
         if rope["rope_type"] == "llama3":
-            rope = {"original_max_position_embeddings": self.max_length} | rope
+            name = ROPE["rope_original_length"]  # transformers 5 prefers that of the top level
+            self._one((name, self._stated.get(name)), (key, rope.get(name)))
+            rope = {name: self._stated.get(name, self.max_length)} | rope
             self._content |= {f"{key}.{name}": value for name, value in rope.items()}
             found |= {
                 ours: self._get(f"{key}.{theirs}", HINTS[ours]) for ours, theirs in ROPE.items()
