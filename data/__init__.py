@@ -9,6 +9,7 @@ sample i.
     tokenizer.py  document -> token ids, and back; the library depends on the file:
                   sentencepiece_codec.py (also trains Lattice's own, which is lossless),
                   tokenizers_codec.py (tokenizer.json)
+    token_ids.py    which token has which id, the same in all files of a tokenizer
     token_roles.py  which tokens open and close a document, by the files beside a tokenizer
     prepare.py    documents -> worker processes -> shards (once, offline: `python -m tools.prepare`)
     shards.py     one token shard: a safetensors file, read through a mapping

@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from data.sentencepiece_codec import SentencePieceCodec, train_sentencepiece
+from data.token_ids import JSON, MODEL, check_tokens
 from data.token_roles import CONFIG, GIVE_JSON, SAYS_ROLES, check_roles, content_of
 from data.tokenizers_codec import TokenizersCodec
 from errors import UserError, is_file, raise_passing
 
-MODEL, JSON = "tokenizer.model", "tokenizer.json"
 GENERATION = "generation_config.json"
 # files that accompany either of them
 BESIDE = (*SAYS_ROLES, "added_tokens.json", "chat_template.jinja", GENERATION)
@@ -71,14 +71,16 @@ class Tokenizer:
         """Loads the tokenizer at `path`: a file, or a folder that contains one.
         Raises UserError with this `key` if there is none.
 
-        check_beside: refuse accompanying files that name other tokens as bos or eos: where a
-        tokenizer is chosen, but not that of a run or checkpoint, which can no longer choose.
+        check_beside: refuse accompanying files that contradict it: other tokens as bos or eos,
+        other ids, tokens of texts that it would spell. Where a tokenizer is chosen, or comes from
+        elsewhere, but not that of a run or checkpoint, which can no longer choose.
         """
         try:
             files = tokenizer_files(Path(path)).items()
             loaded = cls({name: file.read_bytes() for name, file in files}, str(path))
             if check_beside:
                 check_roles(loaded.files, str(path), loaded._codec.roles)
+                check_tokens(loaded.files, str(path))
         except UserError as error:
             raise UserError(key, error.value, error.why, error.remedy) from error
         return loaded

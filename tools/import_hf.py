@@ -24,7 +24,7 @@ from model.config import ModelConfig
 from runtime.checkpoint.manifest import read_manifest
 from runtime.trainer_state import model_entries
 from tools.command import CommandParser, reports_errors, run_command
-from tools.huggingface.agreement import check_tokens, generation_config
+from tools.huggingface.agreement import generation_config
 from tools.huggingface.config import refuse_foreign
 from tools.huggingface.folder_reader import FolderReader
 from tools.huggingface.new_folder import FILE_BYTES, refuse_existing, write_weights
@@ -49,7 +49,6 @@ def import_hf(
     refuse_foreign(hf, "--hf")
     reader = FolderReader(hf)
     tokenizer = Tokenizer.load(tokenizer_path or hf, "--tokenizer", check_beside=True)
-    check_tokens(tokenizer, tokenizer_path or hf)
     generation = generation_config(hf, tokenizer, reader.model.vocab_size)
     files = {
         **tokenizer.files,

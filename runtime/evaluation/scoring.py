@@ -16,8 +16,9 @@ the same vector: the normaliser of a token is gathered over tp as in training.
 
 Rows are padded at their end. No position attends to a later one, so padding changes nothing. It
 repeats the row's own tokens, so that a router sends it to as many experts as text. Most rows are
-short, so each is computed in the shortest length that holds it, of train.seq_len halved several
-times; a micro-batch has as many tokens as one in training.
+short, so each is computed in the shortest length that holds it, of a few powers of two (times the
+parts into which ranks cut a sequence) and train.seq_len; a micro-batch has no more tokens than one
+in training.
 """
 
 import math
@@ -31,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from model.kernels.backend import cdiv, exact
+from model.kernels.backend import cdiv, exact, next_power_of_2
 from model.kernels.cross_entropy import token_losses
 from model.linear_cross_entropy import normaliser, pieces_of, tokens_of_piece
 from model.transformer import Batch, Head, Transformer
@@ -56,13 +57,12 @@ class RowBatch(Batch):
 
 
 def lengths(rows: Sequence[Row], seq_len: int, parts: int) -> dict[int, list[int]]:
-    """The padded length of each row: length → the numbers of its rows. A length is a multiple of
-    `parts`, into which ranks cut a sequence, as `seq_len` is."""
+    """The padded length of each row: length → the numbers of its rows. A length is a power of two
+    times `parts`, into which ranks cut a sequence, or `seq_len`, a multiple of them too."""
     found: dict[int, list[int]] = {}
     for number, row in enumerate(rows):
-        length = seq_len
-        while length % (2 * parts) == 0 and length // 2 >= max(row.inputs, SHORTEST):
-            length //= 2
+        least = cdiv(max(row.inputs, SHORTEST), parts)  # in each part
+        length = min(seq_len, parts * next_power_of_2(least))
         found.setdefault(length, []).append(number)
     return dict(sorted(found.items()))
 
@@ -190,8 +190,8 @@ def score_on_mesh(
 def _micro_batches(
     train: TrainStep, numbers: Sequence[int], shorter: int
 ) -> tuple[list[list[int | None]], int]:
-    """This data-parallel rank's micro-batches, of rows `shorter` times shorter than the longest,
-    and their number of rows. All ranks have equally many; missing rows are None."""
+    """This data-parallel rank's micro-batches, of rows at least `shorter` times shorter than the
+    longest, and their number of rows. All ranks have equally many; missing rows are None."""
     config, dp = train.config, train.mesh.batch.size
     mine: list[int | None] = [*numbers[train.mesh.batch.rank :: dp]]
     longest = cdiv(len(numbers), dp)

@@ -62,10 +62,13 @@ CASES = {
 
 
 def test_rows_are_computed_in_short_lengths():
-    """A row is padded to seq_len halved as often as it and the ranks' cuts of a sequence allow."""
+    """A row is padded to a power of two times the ranks' cuts of a sequence, or to seq_len,
+    whatever its factors."""
     rows = [Row(np.arange(n + 1), 1) for n in (128, 65, 64, 33, 5, 1)]
     assert scoring.lengths(rows, 128, 1) == {32: [4, 5], 64: [2, 3], 128: [0, 1]}
     assert scoring.lengths(rows, 128, 64) == {64: [2, 3, 4, 5], 128: [0, 1]}
+    assert scoring.lengths(rows, 129, 1) == {32: [4, 5], 64: [2, 3], 128: [0, 1]}
+    assert scoring.lengths(rows, 135, 3) == {48: [3, 4, 5], 96: [1, 2], 135: [0]}
 
 
 def some_rows(vocab_size: int) -> list[Row]:

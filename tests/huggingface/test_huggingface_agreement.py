@@ -18,6 +18,7 @@ from proofs.ranks import Ranks
 from tests.data_samples import MANY, POINTER, tokenizer
 from tests.huggingface.huggingface_models import SMALL, change, random_folder
 from tools import export
+from tools import prepare as prepare_command
 from tools.generate.load_model import load_model
 from tools.huggingface import checkpoint_reader
 from tools.huggingface.agreement import GENERATION, generation_config
@@ -122,15 +123,16 @@ DISAGREE: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
                          ["bos_token is '<s>', and special_tokens_map.json beside",
                           "names '<bos>'"]),
     "an added token": ({"added_tokens.json": {"<|im_end|>": 2}},
-                       ["added_tokens.json: token 2 = '<|im_end|>'",
+                       ["added_tokens.json says that token 2 is '<|im_end|>'",
                         "tokenizer.model says '</s>'"]),
     "added tokens of another form": (
         {TOKENIZER_CONFIG: {"added_tokens_decoder": {"0": "<s>"}}},
-        ["tokenizer_config.json: added_tokens_decoder = {'0': '<s>'}: it must be"]),
+        ["tokenizer_config.json beside it must have added_tokens_decoder as"]),
     "an added token of texts": (
         {TOKENIZER_CONFIG: {"added_tokens_decoder": {str(END): {"content": "<think>"}}}},
-        ["added_tokens_decoder = '<think>': texts have it as one token"]),
-    "tokenizer.json": ({JSON: other_tokenizer_json()}, [f"{JSON}: token ", f"{MODEL} says "]),
+        ["texts have '<think>' as one token by tokenizer_config.json"]),
+    "tokenizer.json": ({JSON: other_tokenizer_json()},
+                       [f"{JSON} says that token ", f"{MODEL} says "]),
     "theta": ({MODEL_CONFIG: {"rope_parameters": {"rope_theta": 5e5}}},
               ["rope_theta = 10000.0: rope_parameters says 500000.0"]),
     "model_type": ({MODEL_CONFIG: {"model_type": "qwen3"}},
@@ -146,6 +148,24 @@ def test_files_that_disagree_are_refused(chat: Path, tmp_path: Path, name: str) 
     with pytest.raises(UserError, match=".*".join(map(re.escape, said))):
         import_hf(chat, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(UserError) as error:
+        load_model(folder, torch.float32, "cpu")
+    return str(error.value)
+
+
+def test_a_folder_s_tokens_are_compared_by_each_command_that_reads_it(
+    chat: Path, ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    changes, (said,) = DISAGREE["an added token of texts"]
+    change(chat, TOKENIZER_CONFIG, **changes[TOKENIZER_CONFIG])
+    command = ["--source", str(chat / MODEL_CONFIG), "--tokenizer", str(chat)]
+    assert prepare_command.main([*command, "--out", str(tmp_path / "data")]) == 2
+    assert f"--tokenizer = '{chat}': {said}" in capsys.readouterr().err
+    assert not (tmp_path / "data").exists()
+    assert f"--checkpoint = '{chat}': {said}" in ranks.run(refusal, 1, chat)[0]
 
 
 def test_what_cannot_be_read_is_said_so(chat: Path, tmp_path: Path) -> None:

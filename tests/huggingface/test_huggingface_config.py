@@ -82,9 +82,10 @@ def test_versions_of_transformers_say_rope_alike(tmp_path: Path) -> None:
         {"rope_scaling": scaling, "rope_theta": theta},
         {"rope_parameters": scaling | {"rope_theta": theta}},
         {"rope_scaling": older, "rope_theta": int(theta)},
+        {"rope_scaling": LLAMA31, "rope_theta": theta, "original_max_position_embeddings": 8192},
     ]
     models = [read(tmp_path, old | rope).model for rope in ropes]
-    assert models == models[:1] * 3
+    assert models == models[:1] * 4
     assert models[0].rope_scaling == (8.0, 1.0, 4.0, 8192)
     assert read(tmp_path, old).model.rope_theta == 10_000.0
 
@@ -133,6 +134,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "a new family": {"architectures": ["NewForCausalLM"]},
     "bias": {"attention_bias": True},
     "activation": {"hidden_act": "gelu"},
+    "attention to later tokens": {"is_causal": False},
     "quantized": {"quantization_config": {"bits": 4}},
     "its own code": {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}},
     "linear rope": {"rope_scaling": {"type": "linear", "factor": 2.0}},
@@ -147,6 +149,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "missing": {"hidden_size": None},
     "text for a number": {"vocab_size": "800"},
     "half a scaling": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+    "two original lengths": {
+        "rope_scaling": LLAMA31 | {"original_max_position_embeddings": 8192},
+        "original_max_position_embeddings": 4096},
 }  # fmt: skip
 SAID_OTHERWISE = {  # where the message does not begin with that key and value
     "a new family": "architectures = ['NewForCausalLM']: only LlamaForCausalLM, ",

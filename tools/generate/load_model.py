@@ -72,7 +72,8 @@ def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
             source = CheckpointReader(folder, verified=True)
             source.check_model()
         check_split(source.model, dist.get_world_size())
-        tokenizer, num_rows = Tokenizer.load(folder), source.model.vocab_size
+        tokenizer = Tokenizer.load(folder, "--checkpoint", check_beside=is_exported)
+        num_rows = source.model.vocab_size
         return source, tokenizer, generation_config(folder, tokenizer, num_rows, "--checkpoint")
 
     source, tokenizer, generation = on_all_ranks(open_all)

@@ -12,9 +12,11 @@ refused: whichever were chosen, the model might be trained, stopped or exported 
     tokenizer.model, or else tokenizer.json
                             text and ids
     tokenizer_config.json, special_tokens_map.json
-                            bos and eos, those of tokenizer.model; add_bos_token. The rest is kept
+                            bos and eos, those of tokenizer.model; add_bos_token; no token of texts
+                            that tokenizer.model would spell. The rest is kept
     added_tokens.json, chat_template.jinja
                             kept. A token has the same id in all files, and an id the same token
+                            (data/token_ids.py)
     others                  left out
 
 A checkpoint keeps generation_config.json with the tokenizer's files; it has no config.json.
@@ -23,12 +25,7 @@ A checkpoint keeps generation_config.json with the tokenizer's files; it has no 
 from pathlib import Path
 from typing import Any
 
-import sentencepiece
-
-from data.token_roles import CONFIG as TOKENIZER_CONFIG
-from data.token_roles import content_of
-from data.tokenizer import GENERATION, JSON, MODEL, Tokenizer
-from data.tokenizers_codec import parse
+from data.tokenizer import GENERATION, Tokenizer
 from errors import UserError, is_file
 from tools.huggingface.config import CONFIG, read_json
 
@@ -79,7 +76,7 @@ def generation_config(
             why = f"{first.name} in the same folder says {value}"
             raise UserError(f"{last}: {field}", again, why, EDIT)
         elif 0 <= own not in tokens:
-            other = f"{EDIT}, or give the tokenizer of this model: --tokenizer PATH"
+            other = f"{EDIT}, or give this model's tokenizer: tools.import_hf --tokenizer PATH"
             raise UserError(f"{last}: {field}", again, f"its tokenizer says {own}", other)
     return found
 
@@ -87,44 +84,3 @@ def generation_config(
 def tokens_of(stated: Any) -> list[Any]:
     """The ids that a field states: one, or a list."""
     return stated if isinstance(stated, list) else [stated]
-
-
-def check_tokens(tokenizer: Tokenizer, folder: Path) -> None:
-    """Raises UserError if two files of the tokenizer give a token different ids, or an id different
-    tokens."""
-    files = tokenizer.files
-    both = [name for name in (MODEL, JSON) if name in files]
-    vocabularies = {name: _vocabulary(folder / name, files[name]) for name in both}
-    added = content_of(files, "added_tokens.json", str(folder))
-    decoder = content_of(files, TOKENIZER_CONFIG, str(folder)).get("added_tokens_decoder") or {}
-    key = f"{folder / TOKENIZER_CONFIG}: added_tokens_decoder"
-    try:
-        vocabularies[TOKENIZER_CONFIG] = {token["content"]: int(i) for i, token in decoder.items()}
-        texts_have = [t["content"] for t in decoder.values() if not t.get("special")]
-    except (AttributeError, KeyError, TypeError, ValueError):
-        why = 'it must be {"ID": {"content": "TOKEN", …}, …}'
-        raise UserError(key, decoder, why, COPY) from None
-    for token in texts_have if MODEL in files else ():
-        if token not in vocabularies[MODEL]:
-            why = f"texts have it as one token, and {MODEL} would spell it"
-            remedy = f"give the {JSON} of the same folder: --tokenizer PATH"
-            raise UserError(key, token, why, remedy)
-    vocabularies["added_tokens.json"] = {t: i for t, i in added.items() if type(i) is int}
-    seen: dict[str | int, tuple[str | int, str]] = {}  # token → id and file; id → token and file
-    for file, vocabulary in vocabularies.items():
-        for token, i in vocabulary.items():
-            for one, other in ((token, i), (i, token)):
-                known, of_file = seen.setdefault(one, (other, file))
-                if known != other:
-                    remedy = "copy the folder again; or give the right file, under another name: "
-                    remedy += "--tokenizer PATH"
-                    why = f"{of_file} says {known!r}"
-                    raise UserError(f"{folder / file}: token {i}", token, why, remedy)
-
-
-def _vocabulary(file: Path, content: bytes) -> dict[str, int]:
-    """Token → id, by a tokenizer's file. Raises UserError if it cannot be read."""
-    if file.name == JSON:
-        return parse(content, str(file)).get_vocab(with_added_tokens=True)
-    processor = sentencepiece.SentencePieceProcessor(model_proto=content)
-    return {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}

@@ -72,6 +72,7 @@ MUST_BE: dict[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "the gate of the feed-forward is silu here"),
     "attention_bias": (False, "no linear layer has a bias here"),
     "mlp_bias": (False, "no linear layer has a bias here"),
+    "is_causal": (True, "no token attends to later ones here"),
     "partial_rotary_factor": (1.0, "rotary embedding covers whole heads here"),
     "quantization_config": (None, "quantized weights are not supported"),
     "auto_map": (None, "the folder has custom code, which may compute anything"),
@@ -248,7 +249,9 @@ class HuggingFaceConfig:
         if rope.get("partial_rotary_factor") not in (None, 1):
             raise self._refusal(key, self._stated[key], MUST_BE["partial_rotary_factor"][1])
         if rope["rope_type"] == "llama3":
-            rope = {"original_max_position_embeddings": self.max_length} | rope
+            name = ROPE["rope_original_length"]  # transformers 5 prefers that of the top level
+            self._one((name, self._stated.get(name)), (key, rope.get(name)))
+            rope = {name: self._stated.get(name, self.max_length)} | rope
             self._content |= {f"{key}.{name}": value for name, value in rope.items()}
             found |= {
                 ours: self._get(f"{key}.{theirs}", HINTS[ours]) for ours, theirs in ROPE.items()
