@@ -37,9 +37,10 @@ class FeedForward(nn.Module):
             self.shared = dense.FeedForward(config, tp, ep, inner)
 
     def forward(self, x: Tensor) -> Tensor:
-        choice = self.router(x)  # before x is flattened: this order decides how dx is summed
-        sent = self.dispatch.send(x.flatten(0, 1), choice)
-        shared = None if self.shared is None else self.shared(x)  # while rows travel
+        choice, tokens = self.router(x)
+        sent = self.dispatch.send(tokens, choice)
+        tokens = tokens.view_as(x)
+        shared = None if self.shared is None else self.shared(tokens)  # while rows travel
         y = self.experts(*self.dispatch.receive(sent))
         y = self.dispatch.combine(y, sent).view_as(x)
         return y if shared is None else y + shared

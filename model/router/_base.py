@@ -48,23 +48,24 @@ class Load:
 
 
 class RouterScores(torch.autograd.Function):
-    """logits [T, X] = x [T, D] · weightᵀ, in `exact`, as is the weight's gradient. Keeps x in its
-    own dtype."""
+    """logits [T, X] = x [T, D] · weightᵀ, in `exact`, as is the weight's gradient; and x for its
+    other uses, to whose gradient backward adds. Keeps x in its own dtype."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, exact: torch.dtype, gradient: WeightGradient
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, weight)
         ctx.exact, ctx.gradient = exact, gradient
-        return wide_product(x, weight.t(), exact)
+        return wide_product(x, weight.t(), exact), x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, dx: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dy = dy.to(x.dtype)  # as that of every other layer
+        dx.addmm_(dy, weight)  # in place: the rows' way back has just made it
         # to the sum itself: autograd would round it to the weight's dtype
-        return dy @ weight, ctx.gradient.add(wide_product(dy.t(), x, ctx.exact)), None, None
+        return dx, ctx.gradient.add(wide_product(dy.t(), x, ctx.exact)), None, None
 
 
 class AddLoss(torch.autograd.Function):
@@ -137,10 +138,11 @@ class BaseRouter(Layer):
         self.load = Load(counts, losses, global_sequences, torch.ones_like(losses[0]))
         return self.load
 
-    def forward(self, x: Tensor) -> Choice:
-        """Map x [S/tp, B, D] to the choice of its T = S/tp · B tokens."""
+    def forward(self, x: Tensor) -> tuple[Choice, Tensor]:
+        """Map x [S/tp, B, D] to the choice of its T = S/tp · B tokens, and the tokens [T, D]."""
         exact = torch.promote_types(x.dtype, torch.float32)
-        logits = RouterScores.apply(x.flatten(0, 1), self.local_weight(), exact, self.gradient)
+        weight, tokens = self.local_weight(), x.flatten(0, 1)
+        logits, tokens = RouterScores.apply(tokens, weight, exact, self.gradient)
         experts, counts = self.kept.once(lambda: self.choose(logits, x.shape[1]))
         weights = self.weigh(logits, experts) * self.experts.router_scale
         load = self.load
@@ -149,7 +151,7 @@ class BaseRouter(Layer):
             self.kept.once(lambda: self.count(load, counts, losses))
             if self.experts.has_router_losses:
                 weights = AddLoss.apply(weights, losses.sum(), load.loss_scale)
-        return Choice(experts, weights, counts)
+        return Choice(experts, weights, counts), tokens
 
     @torch.no_grad()
     def choose(self, logits: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
