@@ -10,9 +10,10 @@ that the whole logits are never in memory.
         dx     =  z · w ─ reduce-scatter over tp ─► this rank's slices             [n, B, D]
 
 The gradient of cross-entropy can be computed as soon as the normaliser is known. So forward
-computes both gradients, and backward multiplies them by the incoming gradient (1, unless something
-follows the loss). (On one device and with the whole vocabulary: Liger-Kernel, Hsu et al. 2024,
-https://arxiv.org/abs/2410.10989, section 3.2; Wijmans et al. 2024,
+computes both gradients, and backward multiplies them by the incoming gradient, 1 unless something
+follows the loss. In a run that sums gradients over micro-batches nothing may follow it: forward
+adds dw to the sum, and backward asserts a 1. (On one device and with the whole vocabulary:
+Liger-Kernel, Hsu et al. 2024, https://arxiv.org/abs/2410.10989, section 3.2; Wijmans et al. 2024,
 https://arxiv.org/abs/2411.09009.)
 
 With sequence parallelism a piece is taken from every rank's part of the sequence at once, so that
@@ -28,11 +29,11 @@ rank has the whole sequence, and dx is all-reduced.
 |          |                                  | reduce-scatter (all-reduce) S·B·D                  |
 | backward | scalar → [S/tp, B, D], [V/tp, D] | none                                               |
 
-The price: between a micro-batch's forward and backward the head holds dw, in float32 if it is added
-to a sum over micro-batches (parallel/weight_gradient.py), else in the weight's dtype. A schedule
-with many forwards in flight on the last stage (gpipe, breadth_first) holds one dw for each. And
-where a schedule splits backward, the head has no product left for W, and its time counts as F. (dw
-is nevertheless added in W, so that all gradients of a micro-batch are complete at the same time.)
+The price: without such a sum (parallel/weight_gradient.py) the head holds dw between a
+micro-batch's forward and backward, and a schedule with many forwards in flight on the last stage
+(gpipe, breadth_first) one for each. And where a schedule splits backward, the head has no product
+left for W, and its time counts as F. (Without a sum dw is nevertheless handed over in W, so that
+all gradients of a micro-batch are complete at the same time.)
 """
 
 from collections.abc import Iterator
@@ -97,25 +98,28 @@ class LinearCrossEntropy(torch.autograd.Function):
                 if reducing is not None:
                     dxs.append(reducing.wait())  # frees the unreduced dx of that piece
                 reducing = start_reduce_(dx, tp.group, tp.sequence_parallel)
-            if wants_dw:
+            if wants_dw and gradient.adds:
+                gradient.add_product(matmul, z, rows)
+            elif wants_dw:
                 dw = matmul.add_weight_gradient(z, rows, into=dw, dtype=exact(x.dtype))
             del z  # before the next piece's logits are allocated
         if reducing is not None:
             dxs.append(reducing.wait())
         ctx.dx = torch.cat(dxs) if wants_dx else None
-        ctx.dw = dw if dw is None or gradient.adds else dw.to(weight.dtype)
+        ctx.dw = None if dw is None else dw.to(weight.dtype)
+        ctx.is_first = True
         return loss * scale
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        (dx, dw), ctx.dx, ctx.dw = (ctx.dx, ctx.dw), None, None
-        assert dx is not None or dw is not None, (
-            "backward was called a second time; the gradients were handed over in the first"
-        )
+        assert ctx.is_first, "the gradients were handed over in the first call of backward"
+        (dx, dw), ctx.dx, ctx.dw, ctx.is_first = (ctx.dx, ctx.dw), None, None, False
+        if ctx.gradient.adds:
+            torch._assert_async(dloss == 1, "nothing may follow the loss: dw is in its sum")
         if dx is not None:
             dx.mul_(dloss)  # in place: nothing else refers to it yet
         if dw is not None:  # to the sum itself: autograd would round it to bfloat16
-            dw = ctx.gradient.add(dw, times=dloss)
+            dw = ctx.gradient.add(dw.mul_(dloss))
         return dx, dw, *[None] * 9
 
 

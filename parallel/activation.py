@@ -49,7 +49,7 @@ from torch.utils.checkpoint import (
 from parallel.dispatch import TokenDispatch
 from parallel.expert import ExpertLinear
 from parallel.kept import KeptOutputs
-from parallel.tensor import ColumnParallelLinear
+from parallel.tensor import ParallelLinear
 
 Forward = Callable[..., Any]
 Mode = Literal["none", "selective", "full_but_attention", "full"]
@@ -128,7 +128,7 @@ def _selection(block: nn.Module, tp: int, attention: Set[Any], products: bool) -
     operations = attention | PRODUCTS if products and tp == 1 else attention
     of_experts = _kept_by_experts(block)
     kept = of_experts or KeptOutputs()
-    keeping = (ExpertLinear,) if tp == 1 else (ExpertLinear, ColumnParallelLinear)
+    keeping = (ExpertLinear,) if tp == 1 else (ExpertLinear, ParallelLinear)
     for layer in block.modules():
         if products and isinstance(layer, keeping):
             layer.keep_in(kept)

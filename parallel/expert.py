@@ -18,11 +18,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import Shard
 
 from parallel.asynchronous import Starts
-from parallel.kept import KeepsOutputs
-from parallel.layer import Layer, TensorParallel
+from parallel.layer import TensorParallel
 from parallel.mesh import Axis, Mesh
 from parallel.parameter import MATRIX, Normal, WeightSpec
-from parallel.tensor import ColumnParallelFunction, row_parallel
+from parallel.tensor import ColumnParallelFunction, LinearLayer, row_parallel
 from parallel.weight_gradient import LinearProducts
 
 WHOLE = TensorParallel(sequence_parallel=False)
@@ -60,7 +59,7 @@ class Received(NamedTuple):
     leave: Starts  # takes the gradient of `rows`, and may start to send it
 
 
-class ExpertLinear(KeepsOutputs, Layer):
+class ExpertLinear(LinearLayer):
     """The weight [X, out, in] of a linear layer of all experts of a layer, of which each ep rank
     holds X/ep. `expert_linear` and `last_expert_linear` compute with it.
 
@@ -102,4 +101,4 @@ def expert_linear(
 
 def last_expert_linear(rows: Tensor, ends: Tensor, layer: ExpertLinear) -> Tensor:
     """Map rows [R, in] to [R, out]. A recomputation ends before this product."""
-    return row_parallel(rows, layer.local_weight(), WHOLE, layer.grouped(ends), layer.gradient)
+    return row_parallel(rows, layer, layer.grouped(ends))

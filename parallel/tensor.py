@@ -95,7 +95,9 @@ class ColumnParallelFunction(torch.autograd.Function):
         if sequence_parallel and not deferred:
             gathering_x = start_all_gather(x, group, pieces)
         dx = None
-        products = join_narrow([*zip(ctx.matmuls, dys, weights, strict=True)])
+        products: Sequence[Product] = [*zip(ctx.matmuls, dys, weights, strict=True)]
+        if sum(map(is_narrow, weights)) > 1:
+            products = join_narrow(products)
         for matmul, dy, weight in products:
             dx = matmul.input_gradient(dy, weight, into=dx)
         assert dx is not None
@@ -118,20 +120,17 @@ class ColumnParallelFunction(torch.autograd.Function):
 Product = tuple[LinearProducts, Tensor, Tensor]  # what computes dy [..., F] · weight [..., F, D]
 
 
+def is_narrow(weight: Tensor) -> bool:
+    """Whether a layer [F, D] or small experts [X, F, D] have products of so few columns that adding
+    them to dx would take longer (of experts, in an operation of its own)."""
+    return (4 if weight.ndim == 2 else 2) * weight.shape[-2] < weight.shape[-1]
+
+
 def join_narrow(products: Sequence[Product]) -> Sequence[Product]:
-    """Products whose sum is dx. Adding one reads and writes dx, which takes longer than a product
-    of few columns (keys and values over tp). So layers that are less than a quarter as wide as dx
-    become one product, of the first one's object, for which their dy and weights are copied. Small
-    experts (weights [X, F, D]), too, if they are less than half as wide: a grouped product cannot
-    add, so that a sum is an operation of its own."""
-
-    def is_narrow(weight: Tensor) -> bool:
-        return (4 if weight.ndim == 2 else 2) * weight.shape[-2] < weight.shape[-1]
-
-    narrow = [one for one in products if is_narrow(one[2])]
-    if len(narrow) < 2:
-        return products
-    (matmul, *_), dys, weights = zip(*narrow, strict=True)
+    """The same sum dx, with one product of the first one's object for all narrow layers (keys and
+    values over tp), so that dx is passed over once. Their weights are copied for it, and their dy
+    unless those lie side by side, as SwiGLU's of experts do."""
+    (matmul, *_), dys, weights = zip(*[one for one in products if is_narrow(one[2])], strict=True)
     others = [one for one in products if not is_narrow(one[2])]
     return [*others, (matmul, side_by_side(dys), torch.cat(weights, -2))]
 
@@ -179,6 +178,7 @@ class RowParallelFunction(torch.autograd.Function):
     |              |                | piece by piece              | overlaps the next piece     |
     | input grad.  | dx = dy · w    | [S/tp, B, D] → [S, B, F/tp] | all-gather dy: S·B·D,       |
     |              |                | piece by piece              | overlaps the previous piece |
+    |              |                |                             | and, `early`, recomputation |
     | weight grad. | dw = dyᵀ · x   | → [D, F/tp]                 | none                        |
 
     A deferred weight gradient gathers dy again. Without sequence parallelism (g in Shoeybi et al.)
@@ -193,9 +193,10 @@ class RowParallelFunction(torch.autograd.Function):
         tp: TensorParallel,
         matmul: LinearProducts,
         gradient: WeightGradient,
+        early: bool,
         weight: Tensor,
     ) -> Tensor:
-        ctx.node, ctx.tp, ctx.matmul, ctx.gradient = node, tp, matmul, gradient
+        ctx.node, ctx.tp, ctx.matmul, ctx.gradient, ctx.early = node, tp, matmul, gradient, early
         if node is None:
             ctx.save_for_backward(x, weight)
         if tp.size == 1:
@@ -212,11 +213,13 @@ class RowParallelFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = (ctx if ctx.node is None else ctx.node).saved_tensors
         tp, matmul, dw, mine = ctx.tp, ctx.matmul, None, dy
         gathers = tp.size > 1 and tp.sequence_parallel
+        start = partial(start_all_gather, dy, tp.group, tp.pieces)
+        gathering_dy = start() if gathers and ctx.early else None
+        x, weight = (ctx if ctx.node is None else ctx.node).saved_tensors  # may recompute the block
         if gathers:
-            gathering_dy = start_all_gather(dy, tp.group, tp.pieces)
+            gathering_dy = gathering_dy or start()
             dx = dy.new_empty(x.shape)
             for piece, out in zip(gathering_dy.pieces(), dx.chunk(tp.pieces), strict=True):
                 matmul.input_gradient(piece, weight, out=out)
@@ -230,10 +233,14 @@ class RowParallelFunction(torch.autograd.Function):
             # Until the job runs, it keeps only this rank's part of dy, which it then gathers again.
             gather_over = (ONE_RANK, tp.group if gathers else ONE_RANK)
             ctx.gradient.defer(Job(add, (x.detach(), mine), gather_over, tp.pieces))
-        return dx, None, None, None, None, dw
+        return dx, None, None, None, None, None, dw
 
 
-class ParallelLinear(Layer):
+class LinearLayer(KeepsOutputs, Layer):
+    """A layer of linear maps, whose outputs a recomputation may keep."""
+
+
+class ParallelLinear(LinearLayer):
     """The base of the two linear layers with weight [out, in] that tp shards. `matmul` computes
     their products."""
 
@@ -246,7 +253,7 @@ class ParallelLinear(Layer):
         self.matmul = matmul
 
 
-class ColumnParallelLinear(KeepsOutputs, ParallelLinear):
+class ColumnParallelLinear(ParallelLinear):
     """A linear layer with weight [out, in], whose output rows are sharded over tp at the boundaries
     of `atoms`. `column_parallel` computes several such layers that read one input.
 
@@ -312,18 +319,17 @@ class RowParallelLinear(ParallelLinear):
         self.add_weight(WeightSpec(shape, Shard(1), initial, MATRIX, gradient_is_partial=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        return row_parallel(x, self.local_weight(), self.tp, self.matmul, self.gradient)
+        return row_parallel(x, self, self.matmul)
 
 
-def row_parallel(
-    x: Tensor, weight: Tensor, tp: TensorParallel, matmul: LinearProducts, gradient: WeightGradient
-) -> Tensor:
-    """Multiply by `weight` in a way that a recomputation ends before the product."""
-    node = None  # that of `KeepForBackward`, which has the tensors that backward reads
+def row_parallel(x: Tensor, layer: LinearLayer, matmul: LinearProducts) -> Tensor:
+    """Multiply by the layer's weight in a way that a recomputation ends before the product."""
+    weight, node = layer.local_weight(), None  # that of `KeepForBackward`, which has both
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the compiler decides
         x = KeepForBackward.apply(x, weight)
         node = x.grad_fn
-    return RowParallelFunction.apply(x, node, tp, matmul, gradient, weight)
+    early = layer.kept is not None  # the recomputation gathers nothing that dy could delay
+    return RowParallelFunction.apply(x, node, layer.tp, matmul, layer.gradient, early, weight)
 
 
 class EmbeddingFunction(torch.autograd.Function):

@@ -158,15 +158,14 @@ class WeightGradient:
         assert self._jobs is not None
         self._jobs.append(job)
 
-    def add(self, dw: Tensor, times: Tensor | None = None) -> Tensor | None:
-        """Hand over a gradient, or dw · times for a scalar tensor. Nothing else may refer to dw: it
-        may become the sum."""
+    def add(self, dw: Tensor) -> Tensor | None:
+        """Hand over a gradient. Nothing else may refer to dw: it may become the sum."""
         if self.is_deferred:
-            self.defer(Job(self.add, (dw,) if times is None else (dw, times)))
-        elif self.dtype is not None:
-            self._add(dw, times)
+            self.defer(Job(self.add, (dw,)))
+        elif self.dtype is None:
+            return dw
         else:
-            return dw if times is None else dw.mul_(times)
+            self._add(dw)
         return None
 
     def add_product(self, matmul: LinearProducts, dy: Tensor, x: Tensor) -> Tensor | None:
@@ -202,14 +201,13 @@ class WeightGradient:
             self._place.total = total = like.new_zeros(self.shape, dtype=self.dtype)
         return total[self.rows]
 
-    def _add(self, dw: Tensor, times: Tensor | None = None) -> None:
+    def _add(self, dw: Tensor) -> None:
         assert self.dtype is not None
         begun = self._begun(dw)
         if begun is None:
-            dw = dw if times is None else dw.mul_(times)
             self._place.total = dw.to(self.dtype)
         else:
-            begun.add_(dw) if times is None else begun.addcmul_(dw, times)
+            begun.add_(dw)
 
 
 TO_AUTOGRAD = WeightGradient()  # of a weight without a layer, or in code that is compiled

@@ -55,6 +55,7 @@ CHANGES: dict[str, list[Change]] = {
     ],
     "model/linear_cross_entropy.py": [
         ("into=dw, dtype=exact(x.dtype))", "into=dw, dtype=x.dtype)"),
+        ("dw.mul_(dloss)", "dw", "times"),
     ],
     "model/kernels/grouped_matmul.py": [
         ("out.addmm_(dy_rows.t(), rows, beta=beta)", "out.addmm_(dy_rows.t(), rows)", "flag"),
@@ -78,8 +79,6 @@ CHANGES: dict[str, list[Change]] = {
         ("torch.promote_types(reduce, compute) if zero_stage < 2",
          "compute if zero_stage < 2", "dtype"),
         ("dy.to(self.dtype) if self.adds else dy", "dy", "dtype"),
-        ("begun.add_(dw) if times is None else begun.addcmul_(dw, times)",
-         "begun.add_(dw)", "times"),
     ],
     "parallel/layer.py": [
         ("range(rank * self.count // tp, rank * self.count // tp + 1)",

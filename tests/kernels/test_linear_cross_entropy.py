@@ -16,12 +16,14 @@ from parallel.axes import MeshSizes
 from parallel.layer import Atoms, TensorParallel
 from parallel.mesh import build_mesh
 from parallel.placement import chunk_range
+from parallel.weight_gradient import Place, WeightGradient
 from tests.counting import Listener
 from tests.kernels.device import DEVICE
 from tests.proofs.parity_tiers import thorough_but
 from tokens import IGNORE
 
 S, B, D = 20, 2, 24
+DOUBLE = torch.float64
 needs_triton = pytest.mark.skipif(why_not_triton("cpu") is not None, reason="needs Triton")
 KERNELS = [pytest.param("triton", marks=needs_triton), "torch"]
 
@@ -156,3 +158,19 @@ def test_the_weight_gradient_is_summed_in_float32():
         narrow = Matmul().add_weight_gradient(a, b, into=narrow, dtype=torch.bfloat16)
     assert relative(wide, exact) < 2e-6
     assert relative(narrow, exact) > 1e-3
+
+
+def test_forward_adds_to_a_sum_and_nothing_may_follow_the_loss():
+    x, weight, targets = (t.requires_grad_(t.is_floating_point()) for t in operands(31, DOUBLE))
+    gradient = WeightGradient(weight.shape)
+    gradient.sum_in(Place(), DOUBLE)
+    scale = torch.tensor(1 / 7, dtype=DOUBLE)
+    head = partial(
+        linear_cross_entropy, x, weight, targets, scale, 0, TensorParallel(), matmul=Matmul(),
+        vocab_size=31, kernels="torch", piece_bytes=1000, gradient=gradient,
+    )  # fmt: skip
+    losses = [head() for _ in range(2)]
+    torch.testing.assert_close(gradient.total, 2 / 3 * expected(31, DOUBLE, 0.0)[2])
+    sum(losses).backward()
+    with pytest.raises(RuntimeError, match="nothing may follow the loss"):
+        (2 * head()).backward()

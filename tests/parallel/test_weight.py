@@ -6,11 +6,14 @@ import weakref
 from functools import partial
 
 import torch
+from torch.nn import functional
 
+from model.kernels.weighted_swiglu import weighted_swiglu
 from model.matmul import GroupedMatmul, Matmul
 from parallel.asynchronous import Start, Wait
 from parallel.collectives import ONE_RANK
-from parallel.tensor import join_narrow, side_by_side
+from parallel.layer import TensorParallel
+from parallel.tensor import ColumnParallelFunction, side_by_side
 from parallel.weight_gradient import Job, Place, WeightGradient, deferring, run_jobs
 
 
@@ -36,11 +39,11 @@ def test_jobs_overlap_and_are_let_go():
     gathers. A finished gradient between two linear layers (here after the first) does not end this
     overlap. Finished jobs are freed at once, and the list is emptied."""
     alive, log = weakref.WeakSet(), []
-    gradient, times = WeightGradient([2]), torch.tensor(3.0)
+    gradient = WeightGradient([2])
     gradient.sum_in(Place(), torch.float32)
     with deferring([gradient]) as jobs:
         for _ in range(2):
-            assert gradient.add(torch.ones(2), times) is None
+            assert gradient.add(torch.ones(2)) is None
     assert gradient.total is None
     jobs.insert(0, LoggedJob(alive, log))
     jobs += [LoggedJob(alive, log) for _ in range(4)]
@@ -49,7 +52,7 @@ def test_jobs_overlap_and_are_let_go():
     assert jobs == []
     assert [left for what, left in log if what == "finish"] == [5, 4, 3, 2, 1]
     assert [what for what, _ in log[:4]] == ["start", "start", "finish", "start"]
-    assert gradient.total.tolist() == [6, 6]
+    assert gradient.total.tolist() == [2, 2]
 
 
 def noted(between):
@@ -81,31 +84,56 @@ def test_what_is_between_overlaps_in_forward_and_backward():
     assert noted(False) == ["start", *there, "product", "its gradient", *back, "gradients"]
 
 
+def noting(products, seen):
+    """`products` that note the width and the strides of each dy of which they form dx."""
+
+    class Noting(type(products)):
+        def input_gradient(self, dy, weight, *others, **options):
+            seen.append((dy.shape[-1], dy.is_contiguous()))
+            return super().input_gradient(dy, weight, *others, **options)
+
+    products.__class__ = Noting
+    return products
+
+
+def read_by(x, weights, products):
+    """What layers that read x compute."""
+    gradients = [WeightGradient() for _ in weights]
+    return ColumnParallelFunction.apply(
+        x, TensorParallel(), [products] * len(weights), gradients, None, None, *weights
+    )
+
+
 def test_narrow_layers_pass_over_dx_once():
     """The input gradients of two narrow layers are one product. Control: those of wider ones are
     two."""
     for narrow, widths in ((8, [64, 16]), (16, [64, 16, 16])):
         weights = [torch.randn(width, 64, dtype=torch.float64) for width in (64, narrow, narrow)]
-        dys = [torch.randn(9, 2, len(w), dtype=torch.float64) for w in weights]
-        products = join_narrow([*zip([Matmul() for _ in weights], dys, weights, strict=True)])
-        assert [weight.shape[0] for *_, weight in products] == widths
-        dx = sum(matmul.input_gradient(dy, weight) for matmul, dy, weight in products)
+        x, seen = torch.randn(9, 2, 64, dtype=torch.float64, requires_grad=True), []
+        ys = read_by(x, weights, noting(Matmul(), seen))
+        dys = [torch.randn_like(y) for y in ys]
+        torch.autograd.backward(ys, dys)
+        assert [width for width, _ in seen] == widths
         each = sum(dy @ weight for dy, weight in zip(dys, weights, strict=True))
-        torch.testing.assert_close(dx, each)
+        torch.testing.assert_close(x.grad, each)
 
 
 def test_small_experts_have_one_product_of_the_gradient_that_swiglu_wrote():
     """A copy of their dy would cost half of what it saves. Controls: wider experts have two; parts
     in another order, or of two tensors, are copied."""
-    products = GroupedMatmul(torch.tensor([5, 9], dtype=torch.int32), "torch")
-    for width, joined in ((16, 1), (32, 2)):
+    ends = torch.tensor([5, 9], dtype=torch.int32)
+    for width, expected in ((16, [(32, True)]), (32, [(32, False)] * 2)):
         weights = [torch.randn(2, width, 64, dtype=torch.float64) for _ in range(2)]
-        both = torch.randn(9, 2 * width, dtype=torch.float64)
-        dys = both.chunk(2, 1)
-        found = join_narrow([*zip([products] * 2, dys, weights, strict=True)])
-        assert [dy is both for _, dy, _ in found] == [joined == 1] * joined
-        dx = sum(matmul.input_gradient(dy, weight) for matmul, dy, weight in found)
-        each = sum(products.input_gradient(*pair) for pair in zip(dys, weights, strict=True))
-        torch.testing.assert_close(dx, each)
-    for parts in (dys[::-1], (dys[0], dys[1].clone()), (dys[0].clone(), dys[1])):
+        x, seen = torch.randn(9, 64, dtype=torch.float64, requires_grad=True), []
+        gate, up = read_by(x, weights, noting(GroupedMatmul(ends, "torch"), seen))
+        weighted_swiglu(gate, up, torch.ones(9).double(), "torch").square().sum().backward()
+        assert seen == expected
+        dx, x.grad = x.grad, None
+        gate, up = (torch.cat([x[:5] @ w[0].T, x[5:] @ w[1].T]) for w in weights)
+        (functional.silu(gate) * up).square().sum().backward()
+        torch.testing.assert_close(dx, x.grad)
+    whole = torch.randn(9, 8)
+    a, b = whole.chunk(2, 1)
+    assert side_by_side((a, b)) is whole
+    for parts in ((b, a), (a, b.clone()), (a.clone(), b)):
         assert torch.equal(side_by_side(parts), torch.cat(parts, 1))

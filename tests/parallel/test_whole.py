@@ -84,8 +84,8 @@ def gradients(case, microbatches, rounded=False):
     before they are added."""
     add = WeightGradient._add
 
-    def round_first(self, dw, times=None):
-        add(self, dw.bfloat16(), times)
+    def round_first(self, dw):
+        add(self, dw.bfloat16())
 
     def product(self, matmul, dy, x):
         self._add(matmul.weight_gradient(dy, x))
@@ -115,9 +115,9 @@ def turned(case):
     """As `train`, but gradients of the last rank lie in memory column by column, as einsum's do."""
     add = WeightGradient._add
 
-    def add_turned(self, dw, times=None):
+    def add_turned(self, dw):
         is_last = dist.get_rank() == dist.get_world_size() - 1
-        add(self, dw.t().contiguous().t() if is_last and dw.ndim == 2 else dw, times)
+        add(self, dw.t().contiguous().t() if is_last and dw.ndim == 2 else dw)
 
     def product(self, matmul, dy, x):
         self._add(matmul.weight_gradient(dy, x))

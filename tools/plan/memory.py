@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from costs.recorder import Phase
-from costs.units import position_bytes
+from costs.units import HEAD, position_bytes
 from errors import UserError
 from parallel.fsdp_units import input_buffers
 from parallel.memory import (
@@ -89,10 +89,11 @@ class Sharded:
         self.inputs_of_reductions: dict[int, list[int]] = defaultdict(list)
         self.outputs_of_reductions: dict[int, int] = defaultdict(int)
         self.reducing: list[int] = []  # stages whose reductions were not waited for yet
+        self.has_loss = False  # the head has been computed, which also begins its sum
 
-    def begun(self, stage: int, index: int) -> bool:
+    def begun(self, stage: int, index: int, is_head: bool) -> bool:
         """Whether a unit's sums have gradients of an earlier micro-batch."""
-        return self.around[stage, index][-1].accumulated
+        return self.around[stage, index][-1].accumulated or (is_head and self.has_loss)
 
     def gather(self, unit: FsdpUnit, forward: bool, before: int) -> int:
         """Gather the weights before a forward or backward.
@@ -346,6 +347,7 @@ class Memory(Account):
             *experts, outer = sharded.around[stage, index]
             buffer = sharded.gather(outer, True, buffer)
             first, *inside = self._phase(kind, stage, index).effects
+            sharded.has_loss |= units[index].name == HEAD
             self.apply(first, buffer)
             if inside:
                 buffer = sharded.gather(experts[0], True, buffer)
@@ -420,7 +422,8 @@ class Memory(Account):
         last = stage < self.layout.num_stages - 1 and index == len(units) - 1
         if kind is BACKWARD_WEIGHT:  # whose records free what `_kept_incoming` counts
             last = False
-        return self.layout.phase(kind, units[index], first, last, self.sharded.begun(stage, index))
+        begun = self.sharded.begun(stage, index, units[index].name == HEAD)
+        return self.layout.phase(kind, units[index], first, last, begun)
 
 
 def batch_bytes(layout: Layout) -> int:
