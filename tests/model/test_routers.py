@@ -46,7 +46,7 @@ def tokens(dtype: torch.dtype = torch.float64) -> Tensor:
 
 def routed(router: BaseRouter, x: Tensor) -> tuple[Tensor, Tensor]:
     """Weights and chosen experts of each token."""
-    choice = router(x)
+    choice, _ = router(x)
     return choice.weights, choice.experts
 
 
