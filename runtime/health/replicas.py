@@ -5,6 +5,7 @@ between the ranks that hold the same numbers.
     copies over ep_replicate       experts
     copies over tp                 norms, routers, and key/value heads that tp ranks share
     copies over dp_shard           biases of routers
+    copies over pp                 tied embeddings, between the first and the last stage
 
 Once copies differ, nothing makes them equal again: after a bit flip in one rank's memory, or an
 update made on only one rank, training would continue with two models. Each rank hashes its copies
@@ -48,6 +49,11 @@ def check_replicas(train: TrainStep) -> None:
         if len(copies) > 1:
             local = (tensor.to_local() for tensor in tensors)
             hashes[axis, copies[0]] = int(hash_of(local, kernels).item())
+    if train.tied_group is not None:
+        (tied,), first = train.tied, dist.get_process_group_ranks(train.tied_group)[0]
+        of_tied = f"model.{tied.global_name}", f"optimizer.{tied.global_name}."
+        local = (h.tensor.to_local() for h in held_tensors(train) if h.name.startswith(of_tied))
+        hashes["pp", first] = int(hash_of(local, kernels).item())
     everyone = [hashes] * dist.get_world_size()
     dist.all_gather_object(everyone, hashes)
     if found := odd_copies(everyone):

@@ -43,6 +43,8 @@ thorough = partial(pytest.param, marks=pytest.mark.thorough)
                  "rank 3 differs from its copies"),
         thorough(Case(MeshSizes(dp_replicate=4, dp_shard=2), zero_stage=3), 4,
                  "query.weight.exp_avg", "over dp_replicate (ranks 0, 2, 4, 6)"),
+        (Case(MeshSizes(pp=2), tie_embeddings=True), 1, "embedding.weight",
+         "ranks 0, 1, copies over pp, hold different numbers"),
         (Case(MeshSizes(pp=2, dp_replicate=2), zero_stage=2), 3, "up.weight",
          "ranks 2, 3, copies over dp_replicate, hold different numbers"),
         (Case(MeshSizes(dp_replicate=2, tp=2, ep=2), router="softmax"), 3, "experts.up.weight",
