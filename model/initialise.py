@@ -21,7 +21,7 @@ def draw_rows(name: str, shape: Sequence[int], rows: range, std: float, seed: in
     height = max(1, BLOCK_NUMBERS // math.prod(shape[1:]))
     drawn = []
     for block in range(rows.start // height, -(-rows.stop // height)):
-        # torch keeps 32 bits of the seed: of the 6.6 million blocks of 405B, some 5,000 pairs are equal
+        # torch keeps 32 bits of the seed: of 6.6 million blocks of 405B, some 5,000 pairs are equal
         digest = hashlib.sha256(f"{seed}:{name}:{block}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         first = block * height
