@@ -196,6 +196,8 @@ def test_what_a_boundary_leaves(whole: tuple[Path, dict, dict]) -> None:
     trainer = runs.trainer_of(whole[0], 7)
     assert [(e["step"], e["data"]["next_sample"]) for e in trainer["earlier"]] == [(3, 24), (5, 24)]
     assert (trainer["seq_len"], trainer["data"]["next_sample"]) == (64, 8)
+    known = [loss for loss in trainer["recent_losses"] if loss is not None]
+    assert known == [whole[1][6], whole[1][7]], "those since the length changed"
 
 
 def compiled_run(arguments: list[str]) -> list[bool]:
