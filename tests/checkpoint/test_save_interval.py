@@ -13,6 +13,7 @@ import pytest
 
 from runtime.checkpoint import save_interval
 from runtime.checkpoint.save_interval import MOST_SECONDS, SaveInterval, mtbf_of
+from runtime.checkpoint.saving import Saving
 from runtime.listener import Run
 from runtime.log.events import read_events
 from runtime.start import timing
@@ -22,7 +23,7 @@ from settings.load import load_config
 from tests import runs
 from tools import export
 
-OFTEN = mtbf_of(1.0, 1) / 400.0  # failures per day of a GPU: one in 400 s
+OFTEN = mtbf_of(1.0, 4) / 400.0  # failures per day of a GPU: on four, one in 400 s
 HOUR = int(MOST_SECONDS)
 
 
@@ -68,7 +69,7 @@ def test_which_steps_are_saved(tmp_path, steps, interval, about, expected):
     found, last = [], {}
     with (
         patch.object(save_interval, "from_rank_0", lambda action: action()),
-        patch.object(save_interval.dist, "get_world_size", lambda: 1),
+        patch.object(save_interval.dist, "get_world_size", lambda: 4),
     ):
         for of.step in range(1, steps + 1):
             watchdog.measured += logged
@@ -84,6 +85,13 @@ def test_which_steps_are_saved(tmp_path, steps, interval, about, expected):
     assert all((each["mtbf"] is None) == (given["rate"] == 0) for each in decided), (
         "JSON has no Infinity"
     )
+
+
+def test_after_a_rollback_the_interval_counts_from_its_checkpoint():
+    saving = Saving(None, [], None, None)
+    saving.interval = SaveInterval(load_config("configs/laptop.yaml", []), 9, 0)
+    saving.went_back(None, SimpleNamespace(step=4))
+    assert saving.interval.saved_at == 4
 
 
 def test_by_default_a_run_can_be_exported(ranks, data, tmp_path):

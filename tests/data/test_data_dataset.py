@@ -133,3 +133,10 @@ def test_checksum_follows_the_content_not_the_place(data: Path, folder: Path) ->
     ways = [([one, other], [1, 1]), ([other, one], [1, 1]), ([one, other], [1, 2])]
     assert len({Mixture(*way).checksum for way in ways}) == 3
     assert Mixture([one], [1]).checksum == Mixture([one], [2]).checksum == one.checksum
+
+
+def test_a_mixtures_unigram_loss_is_weighted(data: Path, folder: Path) -> None:
+    change_index(folder, unigram_nats_per_token=9.0)
+    one, other = TokenDataset.open(data, "train"), TokenDataset.open(folder, "train")
+    one.unigram_nats_per_token = 6.0
+    assert Mixture([one, other], [1, 2]).unigram_nats_per_token == pytest.approx(8.0)

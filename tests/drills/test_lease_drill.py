@@ -127,6 +127,7 @@ class Round:
             for step in SAVED.findall(said):
                 assert step not in claims, f"saved by {claims[step].name}, and by {log.name}"
                 claims[step] = log
+        assert claims, "no start has printed a line that SAVED finds"
         for step, log in claims.items():
             noted = json.loads(Path(f"{log}.{step}.json").read_text())
             found = read_manifest(checkpoints / step).files

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from data.dataset import TokenDataset
 from errors import UserError
 from model.kernels.backend import cdiv
 from model.linear_cross_entropy import PIECE_BYTES
@@ -337,9 +338,10 @@ def found_by_the_tool(folder: Path, tasks: list[str]) -> dict[str, Any]:
 
 
 def test_log_likelihoods_are_those_of_transformers(
-    ranks: Ranks, evaluated: Path, tasks: list[str], tmp_path: Path
+    ranks: Ranks, evaluated: Path, tasks: list[str], data: Path, tmp_path: Path
 ) -> None:
-    """Of an exported model, by transformers in float64, from the texts themselves."""
+    """Of an exported model, by transformers in float64, from the texts themselves; and of the first
+    held-out windows, whose mean the run recorded."""
     from transformers import AutoModelForCausalLM
 
     out = tmp_path / "exported"
@@ -353,6 +355,10 @@ def test_log_likelihoods_are_those_of_transformers(
             logits = model(torch.tensor([tokens[:-1]])).logits[0].log_softmax(-1)
         return logits[range(len(tokens) - 1), tokens[1:]]
 
+    heldout = TokenDataset.open(data, "heldout")
+    windows = [heldout.window(LENGTH * i, LENGTH + 1).tolist() for i in range(5)]
+    loss = -torch.cat([values(window) for window in windows]).mean().item()
+    assert metrics_of(evaluated / "8")[-1]["eval_loss"] == pytest.approx(loss, rel=1e-6)
     bos, encode = tokenizer().bos_id, tokenizer().encode
     for task in read_tasks(tasks, "--tasks"):
         theirs = []

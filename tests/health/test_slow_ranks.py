@@ -78,6 +78,12 @@ def test_a_thousand_intervals_of_measured_noise_name_nobody():
             assert not judge.slow
 
 
+def test_one_long_call_of_a_product_does_not_count():
+    times = slow_ranks.ProductTimes.__new__(slow_ranks.ProductTimes)
+    times.marks = {name: [(0.0, 1e-3), (0.0, 1.0), (0.0, 1e-3)] for name in ("one", "other")}
+    assert times.take() == 2000, "microseconds"
+
+
 def run_with_timed_products(arguments: list[str], factor: float) -> str:
     """Train with products that take a set time, because two cores cannot time four busy ranks: they
     only move a clock of this rank's own, whatever else the machine does. Rank 3 may be slow."""

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import MagicMock, Mock, patch
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ import torch.distributed as dist
 import runtime.watchdog
 from proofs.ranks import RankError
 from runtime.all_listeners import Watching
+from runtime.evaluation.listener import Evaluation
 from runtime.log.run_log import RunLog
 from runtime.watchdog import Watchdog, innermost_line, recorded_collectives, where_it_waits
 from settings.load import load_config
@@ -105,6 +106,13 @@ def test_the_clock_rests_and_is_patient(data, tmp_path):
         run: Any = SimpleNamespace(watchdog=watchdog, step=4)
         Watching().went_back(run, run)  # a rollback: step 5 comes again
         assert alarms_after(21.0) == [5, 15, 4]
+
+
+def test_each_batch_of_an_evaluation_has_its_time():
+    run, of_one = MagicMock(), lambda train, heldout, goes_on: goes_on() or None
+    with patch("runtime.evaluation.listener.heldout_loss", of_one):
+        Evaluation(Mock(), None, []).after_step(run)
+    run.watchdog.beat.assert_called_once()
 
 
 def sleep_in_c(config: str) -> None:

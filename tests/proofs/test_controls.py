@@ -410,17 +410,9 @@ def test_planted_bug_is_found(ranks, bug, case, where, parameter):
         assert row.errors["loss"] == pytest.approx(math.log(2) / math.log(251), rel=0.2)
 
 
-@pytest.mark.parametrize(
-    ("bug", "case", "rows", "where"),
-    [
-        ("documents found after the cut", DOCUMENTS, 2, LOSS),
-        (other_keys_in_backward, CP2, 1, NORM),
-        (other_keys_in_backward, replace(CP2, num_kv_heads=8), 1, NORM),
-    ],
-    ids=name_of,
-)
-def test_planted_bug_is_found_in_the_batch_of_documents(ranks, bug, case, rows, where):
-    is_found(check_batch(ranks, case, rows, "all", planting(bug, __name__)), where)
+@pytest.mark.parametrize("case", [CP2, replace(CP2, num_kv_heads=8)], ids=str)
+def test_other_keys_in_backward_are_found(ranks, case):
+    is_found(check_batch(ranks, case, 1, "all", other_keys_in_backward), NORM)
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def staged(
          "train": {"seq_len": 64, "global_batch_size": 4, "micro_batch_size": 1},
          "model": {"rope_theta": 8e5}, "optimizer": {"schedule": "linear", "lr": 1e-3}},
     ]  # fmt: skip
-    exact = {"steps": 7, "dtype": "float64", "micro_batch_size": 2}
+    exact = {"steps": 7, "dtype": "float64", "micro_batch_size": 2, "seed": 3}
     saves = {"interval": 2, "keep_last": 3}
     return write_stages(folder, data, stages, train=exact, checkpoint=saves)
 
@@ -113,7 +113,7 @@ def staged(
 def reference(data: Path, other: Path) -> list[list[list[int]]]:
     both = mixture(data, other, weights=(0.4, 0.6))
     stages = [Read(mixture(data), 32, 8, 3), Read(both, 32, 12, 2), Read(both, 64, 4, 2)]
-    return expected(stages, seed=0)[0]
+    return expected(stages, seed=3)[0]
 
 
 def last_state(ranks: Ranks, folder: Path) -> dict[str, torch.Tensor]:
@@ -196,6 +196,8 @@ def test_what_a_boundary_leaves(whole: tuple[Path, dict, dict]) -> None:
     trainer = runs.trainer_of(whole[0], 7)
     assert [(e["step"], e["data"]["next_sample"]) for e in trainer["earlier"]] == [(3, 24), (5, 24)]
     assert (trainer["seq_len"], trainer["data"]["next_sample"]) == (64, 8)
+    known = [loss for loss in trainer["recent_losses"] if loss is not None]
+    assert known == [whole[1][6], whole[1][7]], "those since the length changed"
 
 
 def compiled_run(arguments: list[str]) -> list[bool]:

@@ -128,6 +128,7 @@ def train_and_ask(arguments: list[str], asked: Request) -> tuple[int, ...]:
         patch.dict(os.environ, LATTICE_STOP_FILE=f"{arguments[0]}.stop"),
         patch.object(train, "StopRequests", Known),
         patch.object(stop, "LOOK_SECONDS", 0.0),
+        patch.object(signals, "STARTED", time.monotonic() - 11 * 60),  # between 10 and 20 minutes
         patch.object(signals, "SAME_REQUEST_SECONDS", 1e9),
         calling(action) as reached,
     ):
@@ -150,7 +151,7 @@ STEPS = 15
 
 # The starts of one run, of which the last ends it.
 REQUESTS = [
-    Request(True, "time", "start", more=("train.max_minutes=1e-9",), reached=(0, 0, 0), saved=()),
+    Request(True, "time", "start", more=("train.max_minutes=10",), reached=(0, 0, 0), saved=()),
     Request(False, "SIGINT"),
     Request(True, "job"),
     # of 4 batches, the current one and one more; one SIGTERM from Slurm, one forwarded by torchrun
@@ -168,7 +169,7 @@ def test_all_stop_after_the_same_step(ranks, data, tmp_path, world):
     removed, and the status. No step is lost: the run has the losses of an undisturbed one."""
     folder, whole, at = tmp_path / "asked", tmp_path / "whole", 0
     runs.run(ranks, world, config_of(whole, data, STEPS), *LAYOUTS[world])
-    arguments = [config_of(folder, data, STEPS), *LAYOUTS[world], "train.max_minutes=1e6"]
+    arguments = [config_of(folder, data, STEPS), *LAYOUTS[world], "train.max_minutes=20"]
     for asked in REQUESTS:
         before_it = runs.saved_steps(folder)
         if (asked.how, asked.where) == ("STOP", "start"):

@@ -160,6 +160,20 @@ def test_bad_batches_are_left_out(
     assert runs.losses(tmp_path) == found
 
 
+def test_what_rollbacks_leave_out_stays_out(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """After a second rollback to the same checkpoint, and after a restart. The run learns of both
+    bad steps at once, one more than guard.max_bad_steps."""
+    logged, bounds = {"log_interval": 2}, {"max_bad_steps": 1}
+    more = {"train": {"steps": 12}, "checkpoint": {"interval": 4}, "run": logged, "guard": bounds}
+    config = config_of(tmp_path, data, **more)
+    for bad in ({5, 6, 9, 10}, set()):
+        assert ranks.run(run_with_bad_steps, 1, [config], 0, bad) == [""]
+        assert runs.trainer_of(tmp_path, 12)["data"]["skipped"] == [[32, 48], [64, 80]]
+        tokens = {line["step"]: line["tokens"] for line in runs.metrics_of(tmp_path)}
+        assert tokens == {step: 256 * step for step in range(2, 13, 2)}
+        runs.forget_last(tmp_path)
+
+
 TWO, SHORT = {"guard": {"max_bad_steps": 2}}, {"train": {"steps": 3}, "checkpoint": {"interval": 3}}
 LOST = {  # what is lost → sections, steps that are bad, what is said, how often it has gone back
     "no checkpoint": (TWO, {2, 3}, "no checkpoint to go back to; save more often", 0),

@@ -56,11 +56,12 @@ def test_no_accepted_wsd_jumps(warmup):
         assert refused.value.remedy == f"{most}optimizer.warmup_steps={12 - decay} or less"
 
 
-def rounded_updates(case, resume):
+def rounded_updates(case, resume, seed=0):
     """bfloat16 weights and moments after three updates with given gradients; with `resume`, a new
     optimizer makes the third update."""
     config = case.config()
     config = replace(config, optimizer=replace(config.optimizer, pure_bfloat16=True))
+    config = replace(config, train=replace(config.train, seed=seed))
     validate(config, dist.get_world_size())
     step = make_step(config)
     for update in range(3):
@@ -83,18 +84,24 @@ def rounded_updates(case, resume):
 
 def test_stochastic_rounding_depends_on_no_layout(ranks):
     """From the same given gradients, every layout and a resumed run get bitwise the same weights
-    and moments, in every replica."""
+    and moments, in every replica. Another seed gives other weights, and rounds otherwise."""
     found = []
-    for layout, resume in (
+    for layout, *about in (
         (MeshSizes(pp=2), False),
         (MeshSizes(pp=2, dp_replicate=2), True),
         (MeshSizes(pp=2, dp_shard=2, tp=2), False),
+        (MeshSizes(pp=2), False, 1),
     ):
         case = Case(layout, tie_embeddings=True, dtype="bfloat16")
-        runs = ranks.run(rounded_updates, case.world, case, resume)
+        runs = ranks.run(rounded_updates, case.world, case, *about)
         shapes = {name: shape for of_rank, _ in runs for name, shape in of_rank.items()}
         whole, spread = assemble([run for _, run in runs], shapes)
         assert spread == 0
         assert all(t.dtype == torch.bfloat16 and t.isfinite().all() for t in whole.values())
         found.append(whole)
-    assert all(same_tensors(found[0], other) for other in found[1:])
+    first, *others, reseeded = found
+    assert all(same_tensors(first, other) for other in others)
+    apart = {name: (first[name] - other).abs().max() for name, other in reseeded.items()}
+    assert apart["model.embedding.weight"] > 0.1, "the seed of the weights"
+    # moments depend on the given gradients and rounding only
+    assert 0 < apart["optimizer.embedding.weight.exp_avg"] < 1e-3

@@ -28,6 +28,8 @@ def test_what_a_run_leaves(saved: Path) -> None:
     assert all(line["peak_memory_bytes"] > 1 << 20 for line in lines)
     assert all(line["peak_memory_rank"] in range(8) for line in lines)
     assert [line["tokens"] for line in lines] == [256 * (i + 1) for i in range(6)]
+    in_a_step = [line["tokens_per_second"] * line["step_seconds"] for line in lines]
+    assert in_a_step == pytest.approx([256] * 6)
     assert runs.losses(saved)[6] < runs.losses(saved)[1], "it learns"
     assert runs.status_of(saved)["state"] == "finished"
     assert runs.evaluations(saved).keys() == {3, 6}
