@@ -197,6 +197,14 @@ def _run(setting: Setting, name: str, split: bool, sums: Sums | None) -> Recorde
         recorder.passes("dx", dx)
         recorder.end()
 
+    def hand_over() -> None:
+        """Note the sums that exist now, and those that forward has made as no longer its own."""
+        for total in [] if begun else [each.total for each in places]:
+            if total is not None and (piece := recorder.piece(total)) not in gradients:
+                gradients.append(piece)
+                if piece.born_in == 0:
+                    recorder.hand_over(piece, GRADIENTS)
+
     recorder = Recorder(category_of)
     flow = recorder.flow
     leaf = hidden(setting).requires_grad_()
@@ -215,6 +223,7 @@ def _run(setting: Setting, name: str, split: bool, sums: Sums | None) -> Recorde
         with recorder.phase("forward"):
             y = stage(x, batch)
             del x
+        hand_over()  # what forward has summed
         if name == HEAD:
             end = get_gradient_edge(y)
             recorder.begin("input" if split else "backward")
@@ -229,12 +238,7 @@ def _run(setting: Setting, name: str, split: bool, sums: Sums | None) -> Recorde
         if split:
             with recorder.phase("weight"):
                 run_jobs(jobs)
-        for gradient in [] if begun else [each.total for each in places]:
-            assert gradient is not None
-            piece = recorder.piece(gradient)
-            gradients.append(piece)
-            if piece.born_in == 0:
-                recorder.hand_over(piece, GRADIENTS)
+        hand_over()
     return recorder
 
 

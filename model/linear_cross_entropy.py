@@ -80,6 +80,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         gradient: WeightGradient,
     ) -> Tensor:
         ctx.gradient = gradient
+        # a sum in bfloat16 would be rounded once per piece
+        ctx.in_sum = in_sum = gradient.adds and gradient.dtype == exact(x.dtype)
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         loss = x.new_zeros((), dtype=exact(x.dtype))
         dxs: list[Tensor] = []
@@ -98,7 +100,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 if reducing is not None:
                     dxs.append(reducing.wait())  # frees the unreduced dx of that piece
                 reducing = start_reduce_(dx, tp.group, tp.sequence_parallel)
-            if wants_dw and gradient.adds:
+            if wants_dw and in_sum:
                 gradient.add_product(matmul, z, rows)
             elif wants_dw:
                 dw = matmul.add_weight_gradient(z, rows, into=dw, dtype=exact(x.dtype))
@@ -106,7 +108,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         if reducing is not None:
             dxs.append(reducing.wait())
         ctx.dx = torch.cat(dxs) if wants_dx else None
-        ctx.dw = None if dw is None else dw.to(weight.dtype)
+        ctx.dw = dw if dw is None or gradient.adds else dw.to(weight.dtype)
         ctx.is_first = True
         return loss * scale
 
@@ -114,7 +116,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         assert ctx.is_first, "the gradients were handed over in the first call of backward"
         (dx, dw), ctx.dx, ctx.dw, ctx.is_first = (ctx.dx, ctx.dw), None, None, False
-        if ctx.gradient.adds:
+        if ctx.in_sum:
             torch._assert_async(dloss == 1, "nothing may follow the loss: dw is in its sum")
         if dx is not None:
             dx.mul_(dloss)  # in place: nothing else refers to it yet

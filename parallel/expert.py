@@ -21,7 +21,7 @@ from parallel.asynchronous import Starts
 from parallel.layer import TensorParallel
 from parallel.mesh import Axis, Mesh
 from parallel.parameter import MATRIX, Normal, WeightSpec
-from parallel.tensor import ColumnParallelFunction, LinearLayer, row_parallel
+from parallel.tensor import ColumnParallelFunction, KeepingLayer, row_parallel
 from parallel.weight_gradient import LinearProducts
 
 WHOLE = TensorParallel(sequence_parallel=False)
@@ -59,7 +59,7 @@ class Received(NamedTuple):
     leave: Starts  # takes the gradient of `rows`, and may start to send it
 
 
-class ExpertLinear(LinearLayer):
+class ExpertLinear(KeepingLayer):
     """The weight [X, out, in] of a linear layer of all experts of a layer, of which each ep rank
     holds X/ep. `expert_linear` and `last_expert_linear` compute with it.
 

@@ -101,7 +101,7 @@ class ColumnParallelFunction(torch.autograd.Function):
         for matmul, dy, weight in products:
             dx = matmul.input_gradient(dy, weight, into=dx)
         assert dx is not None
-        del products, dy, weight  # joined ones are copies
+        del products, dy, weight  # joined weights are copies
         if sequence_parallel and not deferred:
             x = gathering_x.wait()
         reducing_dx = start_reduce_(dx, group, sequence_parallel, pieces)
@@ -122,7 +122,8 @@ Product = tuple[LinearProducts, Tensor, Tensor]  # what computes dy [..., F] · 
 
 def is_narrow(weight: Tensor) -> bool:
     """Whether a layer [F, D] or small experts [X, F, D] have products of so few columns that adding
-    them to dx would take longer (of experts, in an operation of its own)."""
+    them to dx takes longer than copying what joins them. Of experts, a sum is an operation of its
+    own, with three passes over dx instead of two, and dy need not be copied."""
     return (4 if weight.ndim == 2 else 2) * weight.shape[-2] < weight.shape[-1]
 
 
@@ -142,7 +143,7 @@ def side_by_side(parts: Sequence[Tensor]) -> Tensor:
         return id(part._base), part.storage_offset(), part.shape, part.stride()
 
     whole, widths = parts[0]._base, [part.shape[-1] for part in parts]
-    if whole is None or whole.shape[-1] != sum(widths):
+    if whole is None or whole.shape[-1:] != (sum(widths),):
         return torch.cat([*parts], -1)
     is_whole = [*map(place, parts)] == [*map(place, whole.split(widths, -1))]
     return whole if is_whole else torch.cat([*parts], -1)
@@ -236,11 +237,11 @@ class RowParallelFunction(torch.autograd.Function):
         return dx, None, None, None, None, None, dw
 
 
-class LinearLayer(KeepsOutputs, Layer):
-    """A layer of linear maps, whose outputs a recomputation may keep."""
+class KeepingLayer(KeepsOutputs, Layer):
+    """A linear layer of a block whose column-parallel outputs a recomputation may keep."""
 
 
-class ParallelLinear(LinearLayer):
+class ParallelLinear(KeepingLayer):
     """The base of the two linear layers with weight [out, in] that tp shards. `matmul` computes
     their products."""
 
@@ -322,13 +323,14 @@ class RowParallelLinear(ParallelLinear):
         return row_parallel(x, self, self.matmul)
 
 
-def row_parallel(x: Tensor, layer: LinearLayer, matmul: LinearProducts) -> Tensor:
+def row_parallel(x: Tensor, layer: KeepingLayer, matmul: LinearProducts) -> Tensor:
     """Multiply by the layer's weight in a way that a recomputation ends before the product."""
     weight, node = layer.local_weight(), None  # that of `KeepForBackward`, which has both
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the compiler decides
         x = KeepForBackward.apply(x, weight)
         node = x.grad_fn
-    early = layer.kept is not None  # the recomputation gathers nothing that dy could delay
+    # Then a recomputation gathers no input again, which would have to wait for dy.
+    early = layer.kept is not None
     return RowParallelFunction.apply(x, node, layer.tp, matmul, layer.gradient, early, weight)
 
 

@@ -85,8 +85,8 @@ class Job:
     https://arxiv.org/abs/2401.10241). The backward of a linear layer then leaves a job with the two
     tensors of the product: the layer's input and the gradient of its output (this rank's part of a
     tensor that sequence parallelism splits). The embedding does the same. A norm's gradient,
-    computed together with that of its input, and the head's, computed in forward, become jobs too,
-    so that all gradients of a micro-batch are reduced together.
+    computed together with that of its input, becomes a job too, and the head's, computed in
+    forward, unless it is in a sum: all gradients of a micro-batch are reduced together.
 
     Args:
         form: hands the gradient over.

@@ -14,6 +14,7 @@ The backward of the sum costs nothing: the gradients of x and r are both ds.
 |--------------------|----------------------|--------------|------------------------------------|
 | rms_norm           | x                    | y            | 4                                  |
 | its backward       | dy, x                | dx           | 6                                  |
+| (s in other uses)  | dy, ds, x            | dx           | 8 (unfused: 12)                    |
 | add_rms_norm       | x, r                 | s, y         | 8 (unfused, sum then norm: 10)     |
 | its backward       | dy, ds, s            | dx           | 8 (unfused: 12)                    |
 

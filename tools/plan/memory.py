@@ -89,11 +89,10 @@ class Sharded:
         self.inputs_of_reductions: dict[int, list[int]] = defaultdict(list)
         self.outputs_of_reductions: dict[int, int] = defaultdict(int)
         self.reducing: list[int] = []  # stages whose reductions were not waited for yet
-        self.has_loss = False  # the head has been computed, which also begins its sum
 
-    def begun(self, stage: int, index: int, is_head: bool) -> bool:
+    def begun(self, stage: int, index: int) -> bool:
         """Whether a unit's sums have gradients of an earlier micro-batch."""
-        return self.around[stage, index][-1].accumulated or (is_head and self.has_loss)
+        return self.around[stage, index][-1].accumulated
 
     def gather(self, unit: FsdpUnit, forward: bool, before: int) -> int:
         """Gather the weights before a forward or backward.
@@ -301,6 +300,7 @@ class Memory(Account):
         self.positions = {s: position_bytes(alike, kinds) for s, kinds in blocks.items()}
         self.sharded = Whole(layout, self) if layout.whole else Sharded(layout, self)
         self.left = dict.fromkeys(layout.stages, layout.num_microbatches)  # remaining backwards
+        self.has_loss = False  # the head was computed: its sum begins in forward
         # before the first step
         if not layout.offloads:
             weights, states = state_bytes(layout)
@@ -347,7 +347,7 @@ class Memory(Account):
             *experts, outer = sharded.around[stage, index]
             buffer = sharded.gather(outer, True, buffer)
             first, *inside = self._phase(kind, stage, index).effects
-            sharded.has_loss |= units[index].name == HEAD
+            self.has_loss |= units[index].name == HEAD
             self.apply(first, buffer)
             if inside:
                 buffer = sharded.gather(experts[0], True, buffer)
@@ -422,7 +422,9 @@ class Memory(Account):
         last = stage < self.layout.num_stages - 1 and index == len(units) - 1
         if kind is BACKWARD_WEIGHT:  # whose records free what `_kept_incoming` counts
             last = False
-        begun = self.sharded.begun(stage, index, units[index].name == HEAD)
+        begun = self.sharded.begun(stage, index)
+        if kind is FORWARD and units[index].name == HEAD:
+            begun |= self.has_loss
         return self.layout.phase(kind, units[index], first, last, begun)
 
 
