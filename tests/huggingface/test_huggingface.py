@@ -76,7 +76,7 @@ def our_logits(
     model = load_whole(checkpoint, torch.float64, changes)
     chosen: list[Tensor] = []
     for _, router in routers_of(model):
-        router.register_forward_hook(lambda *call: chosen.append(call[2].experts))
+        router.register_forward_hook(lambda *call: chosen.append(call[2][0].experts))
     positions = torch.arange(tokens.shape[1]).unsqueeze(1)
     with torch.no_grad():
         logits = model(None, Batch(tokens.T, None, positions)).transpose(0, 1).clone()
