@@ -79,12 +79,10 @@ def run_watched(command: Sequence[str]) -> tuple[str, int]:
     return output, peak
 
 
-def parser(name: str, description: str | None, rounds: int = 0) -> CommandParser:
-    """The options of a comparison (of several rounds, if any are given); its results are written to
-    results/NAME.json."""
+def parser(name: str, description: str | None, rounds: int) -> CommandParser:
+    """The options of a comparison of several rounds; results are written to results/NAME.json."""
     made = CommandParser(prog=f"python -m benchmarks.{name}", description=description)
-    if rounds:
-        made.add_argument("--rounds", type=int, default=rounds, help=f"default: {rounds}")
+    made.add_argument("--rounds", type=int, default=rounds, help=f"default: {rounds}")
     made.add_argument("--json", type=Path, default=ROOT / f"benchmarks/results/{name}.json")
     return made
 

@@ -144,8 +144,7 @@ def first_losses(steps: dict[str, Step], rows: Tensor) -> dict[str, float]:
 
 def measure(rounds: int) -> dict[str, Any]:
     config, steps = programs()
-    shape = config.model.vocab_size, config.train.global_batch_size, config.train.seq_len
-    first, *batches = random_batches(*shape, rounds + 2)
+    first, *batches = random_batches(config, rounds + 2)
     first_losses(steps, first)
 
     def turns(step: Step) -> Callable[[], float]:

@@ -96,9 +96,7 @@ def updates(name: str, rounds: int) -> dict[str, Any]:
     """CPU seconds of Muon's update over AdamW's, and the share of each in a step."""
 
     def step(train: TrainStep) -> tuple[float, float]:
-        config = train.config
-        shape = config.model.vocab_size, config.train.global_batch_size, config.train.seq_len
-        (rows,) = random_batches(*shape, 1)
+        (rows,) = random_batches(train.config, 1)
         norms: list[Tensor] = []
         before = cpu_seconds_of(
             lambda: norms.append(train.forward_backward(rows[:, :-1], rows[:, 1:])[1])

@@ -32,6 +32,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from benchmarks.compare import ROOT, alternate, cpu_seconds, parser, ratio, run_watched, write
 from runtime.log.log_lines import read_records
 from settings.checks import validate
@@ -70,20 +73,15 @@ Figures = dict[str, float]
 # --- training steps alone, in each process of a program ---
 
 
-def random_batches(vocab_size: int, batch_size: int, seq_len: int, count: int) -> list:
-    import torch
-
+def random_batches(config: Any, count: int) -> list:
     generator = torch.Generator().manual_seed(0)
-    return [
-        torch.randint(vocab_size, (batch_size, seq_len + 1), generator=generator)
-        for _ in range(count)
-    ]
+    vocab_size, train = config.model.vocab_size, config.train
+    shape = train.global_batch_size, train.seq_len + 1
+    return [torch.randint(vocab_size, shape, generator=generator) for _ in range(count)]
 
 
 def build(config: Any) -> Any:
     """Our training step, in this process group."""
-    import torch.distributed as dist
-
     from proofs.parity.run import make_step
 
     validate(config, dist.get_world_size())
@@ -113,8 +111,6 @@ def hugging_face_step(config: Any) -> Any:
 
 def plain_step(config: Any, model: Any) -> Any:
     """A step of a model of `transformers`, with our micro-batches; returns the loss."""
-    import torch
-
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     tokens = config.train.global_batch_size * config.train.seq_len
 
@@ -135,9 +131,6 @@ def plain_step(config: Any, model: Any) -> Any:
 
 def inside(program: str, settings: list[str], steps: int, signals: Any, store: Any) -> None:
     """Trains in this process, one of the program's; rank 0 prints the CPU seconds per token."""
-    import torch
-    import torch.distributed as dist
-
     from runtime.start.init import init_distributed
     from settings.load import load_config
 
@@ -149,8 +142,7 @@ def inside(program: str, settings: list[str], steps: int, signals: Any, store: A
         init_distributed(store=store)
         step = our_step(build(config))
     train, began = config.train, 0.0
-    shape = config.model.vocab_size, train.global_batch_size, train.seq_len
-    for i, rows in enumerate(random_batches(*shape, WARMUP + steps)):
+    for i, rows in enumerate(random_batches(config, WARMUP + steps)):
         if i == WARMUP:
             if dist.is_initialized():
                 dist.barrier()

@@ -76,8 +76,8 @@ def wire_bytes(kind: str, size: int, ranks: int) -> float:
 
 
 class Work(dist._Work):
-    """The handle of a collective that is recorded but not carried out. `is_completed` says no,
-    which it may do until the work is waited for."""
+    """The handle of a collective that is recorded but not carried out. `is_completed` says no, as
+    torch's own does, which it may do until the work is waited for."""
 
     def __init__(self, waited: Callable[[], None]) -> None:
         super().__init__()
@@ -86,9 +86,6 @@ class Work(dist._Work):
     def wait(self, timeout: Any = None) -> bool:
         self.waited()
         return True
-
-    def is_completed(self) -> bool:
-        return False
 
 
 def returned(func: Any, args: Sequence[Any], work: Work) -> Any:

@@ -114,13 +114,8 @@ class Cost(NamedTuple):
     exposed: Mapping[str, float]  # the part of `wire` during which computation waits
 
     @property
-    def waiting(self) -> float:
-        """All exposed seconds."""
-        return sum(self.exposed.values())
-
-    @property
     def total(self) -> float:
-        return self.computing + self.waiting
+        return self.computing + sum(self.exposed.values())
 
 
 @dataclass(frozen=True)

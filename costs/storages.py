@@ -18,10 +18,6 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _rounded(size: int) -> int:
-    return -(-size // ROUNDING) * ROUNDING
-
-
 def key_of(tensor: Tensor) -> int:
     """The key of the tensor's storage: the address of its C++ object, unique while that is
     alive."""
@@ -64,7 +60,7 @@ class StorageWatch(TorchDispatchMode):
             self._add(storage._cdata, storage.nbytes())
 
     def _add(self, key: int, size: int) -> None:
-        self._sizes[key] = size = _rounded(size)
+        self._sizes[key] = size = -(-size // ROUNDING) * ROUNDING
         self.born(key, size)
 
     def _free(self, key: int) -> None:

@@ -18,15 +18,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from errors import UserError
 from runtime.agreement import from_rank_0, on_all_ranks
 from runtime.evaluation.rows import read_tasks, results, tokenize
 from runtime.evaluation.scoring import score_whole
-from runtime.exit import refuse
-from runtime.start.init import init_distributed
 from settings.config import DTYPES
 from tools.command import CommandParser, at_least, run_command, table, write_json
-from tools.generate.load_model import load_model
+from tools.generate.load_model import load_model, on_ranks
 
 TOKENS_AT_ONCE = 4096
 
@@ -74,15 +71,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    device = init_distributed()
-    try:
+
+    def work(device: str) -> None:
         found = evaluate(options, device)
         if dist.get_rank() == 0:
             print(describe(found), flush=True)  # first: the file may be on a full disk
             write_json(options.json, found)
-    except UserError as error:
-        refuse(error)
-    dist.destroy_process_group()
+
+    on_ranks(work)
 
 
 if __name__ == "__main__":

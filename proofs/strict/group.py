@@ -54,12 +54,8 @@ class StrictGroup(dist.ProcessGroup):
     def __init__(self, seat: Seat, name: str, members: list[int], inner: Any, rank: int) -> None:
         super().__init__(rank, len(members))
         self.seat, self.name, self.members, self.inner = seat, name, members, inner
-        self.group_rank = rank
         self.made: set[str] = set()  # communicators that have had their first operation
         self.messages: dict[tuple[int, int], int] = {}  # (from, to) → how many: gloo's tags
-
-    def size(self) -> int:
-        return len(self.members)
 
     def getBackendName(self) -> str:
         return "strict"
@@ -105,7 +101,7 @@ class StrictGroup(dist.ProcessGroup):
 
     def _single(self, sends: bool, tensor: Tensor, peer: int) -> Work:
         """Outside of a batch: over a communicator of the two ranks."""
-        pair = sorted((self.group_rank, peer))
+        pair = sorted((self.rank(), peer))
         name, members = f"{self.name} {pair}", [self.members[each] for each in pair]
         return self.transfers(name, members, [(sends, tensor, peer)])
 
@@ -113,17 +109,16 @@ class StrictGroup(dist.ProcessGroup):
         self, name: str, members: list[int], calls: Sequence[tuple[bool, Tensor, int]]
     ) -> Work:
         """Post sends and receives that run together: (sends, tensor, rank of the group)."""
-        peers, begun, tagged = [], [], []
+        peers, posts, begun = [], [], []
         for sends, tensor, peer in calls:
             peers.append(Peer(sends, members.index(self.members[peer]), _shape(tensor)))
-            way = (self.group_rank, peer) if sends else (peer, self.group_rank)
+            way = (self.rank(), peer) if sends else (peer, self.rank())
             self.messages[way] = tag = self.messages.get(way, 0) + 1
-            tagged.append((sends, tensor, peer, tag))
+            call = self.inner.send if sends else self.inner.recv
+            posts.append(partial(call, [tensor], peer, tag))
 
         def post() -> None:
-            for sends, tensor, peer, tag in tagged:
-                call = self.inner.send if sends else self.inner.recv
-                begun.append(call([tensor], peer, tag))
+            begun.extend(each() for each in posts)
 
         def run() -> None:
             for work in begun:

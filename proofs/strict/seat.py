@@ -136,8 +136,6 @@ class Seat:
                 kind, text = self.connection.recv()
             except (EOFError, OSError):
                 return
-            if kind == "over":
-                return
             if kind == "runs":
                 self.running[text].allowed.set()
                 continue
@@ -165,7 +163,7 @@ def referee(listener: Listener, world: int) -> None:
                     by_rank[other].send(("runs", queue))
                 if kind == "leaves":
                     seats.remove(seat)
-                    seat.send(("over", ""))
+                    seat.close()
                 judge.check()
             except Wrong as wrong:
                 if not over:

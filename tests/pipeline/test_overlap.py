@@ -97,7 +97,8 @@ def test_collectives_of_one_group_run_one_after_another() -> None:
 
     def exposed(*events: Event) -> float:
         """In units of the seconds of one collective."""
-        return rates.cost(Phase(events, Effect(0, {}, {}), (), ())).waiting / one
+        exposed = rates.cost(Phase(events, Effect(0, {}, {}), (), ())).exposed
+        return sum(exposed.values()) / one
 
     assert exposed(a, wait_a, b, wait_b) == pytest.approx(2)
     assert exposed(a, b, wait_a, wait_b) == pytest.approx(2)

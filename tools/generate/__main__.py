@@ -16,17 +16,15 @@ refused.
 import argparse
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
-from errors import UserError
 from runtime.agreement import on_all_ranks
-from runtime.exit import refuse
-from runtime.start.init import init_distributed
 from settings.config import DTYPES
 from tools.command import CommandParser, at_least, run_command
-from tools.generate.load_model import load_model
+from tools.generate.load_model import load_model, on_ranks
 from tools.generate.loop import Sampling, continue_text
 
 
@@ -69,13 +67,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    options = parse()
-    device = init_distributed()
-    try:
-        run(options, device)
-    except UserError as error:
-        refuse(error)
-    dist.destroy_process_group()
+    on_ranks(partial(run, parse()))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ checkpoint's files are compared with their checksums first, each by one rank. An
 no checksums; its headers are checked.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,10 +31,23 @@ from parallel.parameter import weights_of
 from parallel.placement import local_region
 from runtime.agreement import from_rank_0, on_all_ranks
 from runtime.checkpoint.load import require_good
+from runtime.exit import refuse
+from runtime.start.init import init_distributed
 from tools.huggingface.agreement import generation_config, tokens_of
 from tools.huggingface.checkpoint_reader import CheckpointReader, WeightReader, newest
 from tools.huggingface.config import CONFIG, refuse_foreign
 from tools.huggingface.folder_reader import FolderReader
+
+
+def on_ranks(work: Callable[[str], None]) -> None:
+    """Runs a command's work, given the device, as one of the ranks that torchrun has started, or as
+    the only one. A UserError, the same on all ranks, ends them with status 2."""
+    device = init_distributed()
+    try:
+        work(device)
+    except UserError as error:
+        refuse(error)
+    dist.destroy_process_group()
 
 
 @dataclass(frozen=True)

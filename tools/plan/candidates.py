@@ -227,17 +227,11 @@ class Pipeline:
 def _live(schedule: str, pp: int, v: int, counts: tuple[int, ...], m: int) -> list[int]:
     """For each rank, the maximum over time of its blocks times the micro-batches alive in them,
     counted in the schedule for `m` micro-batches. With more micro-batches it is not lower."""
-    most = []
-    for actions in short_schedule(schedule, pp, v, m):
-        live = highest = 0
-        for kind, stage, _ in actions:
-            if kind is FORWARD:
-                live += counts[stage]
-                highest = max(highest, live)
-            elif kind in (BACKWARD, BACKWARD_INPUT):
-                live -= counts[stage]
-        most.append(highest)
-    return most
+    sign = {FORWARD: 1, BACKWARD: -1, BACKWARD_INPUT: -1}
+    return [
+        max(itertools.accumulate(sign.get(kind, 0) * counts[stage] for kind, stage, _ in actions))
+        for actions in short_schedule(schedule, pp, v, m)
+    ]
 
 
 def _bubble(schedule: str, pp: int, v: int, work: Part) -> float:

@@ -36,8 +36,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from errors import UserError
 from runtime.health.excluded import excluded_nodes, node_name
 from runtime.output import log
@@ -48,7 +46,7 @@ from settings.config import Config
 from settings.layouts import layout_sizes, valid_layout
 from settings.load import load_config
 from tools.command import CommandParser, reports_errors, run_command, table
-from tools.preflight.links import Links, judge_links, rounds_of
+from tools.preflight.links import Links, judge_links, rounds_of, store_at
 from tools.preflight.node import look_at_node
 
 SLOW = 0.75  # a link below this fraction of the median is slow
@@ -61,12 +59,8 @@ class Meeting:
     """Exchange of messages between all nodes through a store on the first one."""
 
     def __init__(self, address: str, node: int, num_nodes: int, deadline: float) -> None:
-        host, _, port = address.rpartition(":")
         self.node, self.num_nodes, self.deadline = node, num_nodes, deadline
-        patience = timedelta(seconds=deadline - time.monotonic())
-        self.store = dist.TCPStore(
-            host, int(port), is_master=node == 0, wait_for_workers=False, timeout=patience
-        )
+        self.store = store_at(address, deadline, is_master=node == 0)
 
     def write(self, key: str, value: Any) -> None:
         self.store.set(key, json.dumps(value))

@@ -103,7 +103,7 @@ class Links:
         end_with_parent(parent, signal.SIGKILL)
         os.dup2(2, 1)  # what NCCL prints (NCCL_DEBUG=INFO) is no part of the command's answer
         try:
-            nodes, seconds = json.loads(self._store().get("members"))
+            nodes, seconds = json.loads(store_at(self.address, self.deadline).get("members"))
         except RuntimeError:  # there is no first node
             return
         # All nodes learn `members` at the same time, so these ends are the same on all of them.
@@ -126,7 +126,7 @@ class Links:
     ) -> None:
         """Measures in each round of `todo`: its number, this node's group, and its end."""
         end_with_parent(parent, signal.SIGKILL)
-        store = self._store()
+        store = store_at(self.address, self.deadline)
         for number, group, end in todo:
             current[0] = number
             left = end - time.monotonic()
@@ -154,10 +154,12 @@ class Links:
                 return
             dist.destroy_process_group()
 
-    def _store(self) -> dist.Store:
-        host, _, port = self.address.rpartition(":")
-        left = timedelta(seconds=max(self.deadline - time.monotonic(), 1))
-        return dist.TCPStore(host, int(port), wait_for_workers=False, timeout=left)
+
+def store_at(address: str, deadline: float, is_master: bool = False) -> dist.Store:
+    """The store of all nodes, at HOST:PORT; `is_master`: this process has it."""
+    host, _, port = address.rpartition(":")
+    left = timedelta(seconds=max(deadline - time.monotonic(), 1))
+    return dist.TCPStore(host, int(port), None, is_master, left, wait_for_workers=False)
 
 
 def judge_links(num_ranks: int, answers: list[dict[int, Any]]) -> dict[str, Any]:

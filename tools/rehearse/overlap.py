@@ -67,13 +67,11 @@ class Overlap:
 
     def joined(self) -> None:
         """The compute stream has waited for another one."""
-        compute, left = self.device.compute, []
+        compute = self.device.compute
         for flight in self.open:
             if compute.seen(flight.lane) >= flight.number:
                 flight.end = compute.done
-            else:
-                left.append(flight)
-        self.open = left
+        self.open = [flight for flight in self.open if flight.end is None]
 
     def beside(self, flight: Flight) -> list[Computing]:
         """What can run at the same time."""

@@ -308,7 +308,8 @@ def checking(mesh: Mesh, device: Device, rates: Rates = H100) -> Iterator[Races]
 def _threads(races: Races) -> Iterator[None]:
     """A context in which threads begin with what their starter had done and seen, and `join` adds
     what they did. The modes of torch belong to a thread, and so are entered in every one."""
-    device, start, join = races.gpu, threading.Thread.start, threading.Thread.join
+    device, backward = races.gpu, torch.autograd.backward
+    start, join = threading.Thread.start, threading.Thread.join
 
     def started(thread: threading.Thread) -> None:
         point, run = device.host().point(), thread.run
@@ -326,16 +327,7 @@ def _threads(races: Races) -> Iterator[None]:
         if not thread.is_alive() and (lane := device.host_lanes.pop(thread, None)):
             device.host().after(lane.point())
 
-    with (
-        patch.object(threading.Thread, "start", started),
-        patch.object(threading.Thread, "join", joined),
-        patch.object(torch.autograd, "backward", _in_a_thread(device, torch.autograd.backward)),
-    ):
-        yield
-
-
-def _in_a_thread(device: Device, backward: Callable[..., None]) -> Callable[..., None]:
-    def run(*args: Any, **kwargs: Any) -> None:
+    def in_a_thread(*args: Any, **kwargs: Any) -> None:
         in_step = device.here.in_step
 
         def target() -> None:
@@ -347,7 +339,12 @@ def _in_a_thread(device: Device, backward: Callable[..., None]) -> Callable[...,
             done = pool.submit(target)
         done.result()
 
-    return run
+    with (
+        patch.object(threading.Thread, "start", started),
+        patch.object(threading.Thread, "join", joined),
+        patch.object(torch.autograd, "backward", in_a_thread),
+    ):
+        yield
 
 
 # --- the report ---
