@@ -131,7 +131,7 @@ def train_data_stage(
     # called before and after every step, in order: metrics, evaluation, saving, …
     built = build_listeners(run, whole, data, lease)  # raises before anything is written
     announce(run, whole, spares)
-    with Listeners(run, built) as listeners:
+    with Listeners(run, built).begun() as listeners:
         while run.goes_on:
             tokens, targets = run.next_batch()
             listeners.before_step()

@@ -122,11 +122,7 @@ class Mixture:
     def __init__(self, sources: Sequence[TokenDataset], weights: Sequence[float]) -> None:
         self.sources, self.weights = list(sources), [float(weight) for weight in weights]
         first = self.sources[0]
-        for other in self.sources[1:]:
-            if other.tokenizer_sha256 != first.tokenizer_sha256:
-                why = f"it and {first.folder} were prepared with different tokenizers"
-                remedy = "prepare all sources with the same tokenizer"
-                raise UserError("data.path", str(other.folder), why, remedy)
+        check_same_tokenizer(self.sources, "prepare all sources with the same tokenizer")
         self.vocab_size, self.bos_id = first.vocab_size, first.bos_id
         self.tokenizer_path, self.tokenizer_sha256 = first.tokenizer_path, first.tokenizer_sha256
         self.tokenizer: dict[str, bytes] = {}  # its files, as `read_tokenizer` last read them
@@ -163,6 +159,14 @@ class Mixture:
             raise UserError("data.path", str(path), why, f"{remedy}prepare the data again")
         self.tokenizer = files
         return files
+
+
+def check_same_tokenizer(sources: Sequence[TokenDataset], remedy: str) -> None:
+    """Raises UserError if one of them was prepared with another tokenizer than the first."""
+    for other in sources[1:]:
+        if other.tokenizer_sha256 != sources[0].tokenizer_sha256:
+            why = f"it and {sources[0].folder} were prepared with different tokenizers"
+            raise UserError("data.path", str(other.folder), why, remedy)
 
 
 def open_data(

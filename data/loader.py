@@ -156,7 +156,7 @@ def heldout_batches(
     data: Mixture,
     *,
     seq_len: int,
-    num_samples: int | None,
+    num_samples: int,
     dp_rank: int,
     dp_size: int,
     rows: int,
@@ -164,7 +164,7 @@ def heldout_batches(
     """Yields windows 0 .. num_samples - 1 of `data` once, in order: (tokens, targets), each
     [rows, S] int64.
 
-    num_samples: upper limit (None: all windows). A mixture ends before any source would repeat.
+    num_samples: upper limit. A mixture ends before any source would repeat.
     rows: rows of this rank per batch. A batch has rows * dp_size windows, and every rank gets the
         same number of batches.
 
@@ -172,8 +172,7 @@ def heldout_batches(
     counted targets, divided by their number, is the same for every layout.
     """
     order = _sample_order(data, seq_len, seed=0, shuffle=False)
-    limit = sum(order.num_windows)
-    limit = limit if num_samples is None else min(num_samples, limit)
+    limit = min(num_samples, sum(order.num_windows))
     repeated = np.flatnonzero(order.locate(np.arange(limit))[1])  # epoch 1 begins
     limit = int(repeated[0]) if repeated.size else limit
     for first in range(0, limit, rows * dp_size):

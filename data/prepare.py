@@ -270,7 +270,7 @@ class _SplitWriter:
         self._folder, self._split, self._dtype = folder, split, dtype
         self._tokenizer, self._shard_tokens = tokenizer, shard_tokens
         self._shards: list[dict[str, Any]] = []  # those that are written
-        self._begin_shard()
+        self._shard, self._starts = bytearray(), list[int]()  # the one that is being filled
         self.histogram = np.zeros(tokenizer.vocab_size, dtype=np.int64)
         self.counts: Counter[str] = Counter()
         self.example: tuple[str, str] | None = None  # of a text that is not kept
@@ -307,14 +307,11 @@ class _SplitWriter:
             self.counts["unknown_tokens"] = int(self.histogram[unk])
         return {name: self.counts[name] for name in COUNTED} | {"shards": self._shards}
 
-    def _begin_shard(self) -> None:
-        self._shard, self._starts = bytearray(), list[int]()
-
     def _end_shard(self) -> None:
         path = self._folder / f"{self._split}-{len(self._shards):05d}.safetensors"
         tokens = np.frombuffer(self._shard, self._dtype)
         self._shards.append(write_shard(path, tokens, self._starts))
-        self._begin_shard()
+        self._shard, self._starts = bytearray(), []
 
 
 def _put_in_place(partial: Path, out: Path) -> None:

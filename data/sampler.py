@@ -167,9 +167,7 @@ def merge_ranges(ranges: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]
     """Sorts half-open ranges of sample indices, merges those that overlap or touch, and drops empty
     ones."""
     merged: list[tuple[int, int]] = []
-    for begin, end in sorted((int(begin), int(end)) for begin, end in ranges):
-        if begin >= end:
-            continue
+    for begin, end in sorted((int(begin), int(end)) for begin, end in ranges if begin < end):
         if merged and begin <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:

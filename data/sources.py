@@ -84,25 +84,22 @@ def _of_sources(
 ) -> Iterator[Document]:
     streams: list[Iterator[Document]] = []
     seen: set[str] = set()
+
+    def is_new(name: str, identity: str) -> bool:
+        if identity in seen:
+            report.leave_out(name, "given twice: read once")
+            return False
+        seen.add(identity)
+        return True
+
     for source in sources:  # all are found before one is read
         with reading(Path(source)):
             files, base = _files(source, Path(source), split, report)
-        if files is None:
-            if source in seen:
-                report.leave_out(source, "given twice: read once")
-            else:
-                seen.add(source)
-                streams.append(_of_hub(source, text_field, split, report))
-            continue
-        new = []
-        for file in files:
-            once = os.path.realpath(file)
-            if once in seen:
-                report.leave_out(str(file), "given twice: read once")
-            else:
-                seen.add(once)
-                new.append(file)
-        streams.append(_of_files(new, base, Path(source).is_dir(), text_field, report))
+        if files is not None:
+            new = [file for file in files if is_new(str(file), os.path.realpath(file))]
+            streams.append(_of_files(new, base, Path(source).is_dir(), text_field, report))
+        elif is_new(source, source):
+            streams.append(_of_hub(source, text_field, split, report))
     for stream in streams:
         yield from stream
 

@@ -149,15 +149,15 @@ class Listeners:
 
     def __init__(self, run: Run, listeners: Sequence[Listener]) -> None:
         self.run, self.each = run, listeners
-        self._stack = ExitStack()
 
-    def __enter__(self) -> "Listeners":
+    @contextmanager
+    def begun(self) -> Iterator["Listeners"]:
+        """A context that all have begun; at its end, those that have are closed."""
         with ExitStack() as stack:
             for listener in self.each:
                 listener.begins(self.run)
                 stack.push(self._closing(listener))
-            self._stack = stack.pop_all()
-        return self
+            yield self
 
     def _closing(self, listener: Listener) -> Callable[..., None]:
         return lambda kind, error, traceback: listener.closes(self.run, error)
@@ -179,6 +179,3 @@ class Listeners:
     def end(self) -> None:
         for listener in reversed(self.each):
             listener.ends(self.run)
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)

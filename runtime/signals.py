@@ -99,8 +99,7 @@ class Signals:
         self._old_mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._requests)
         return self
 
-    def __enter__(self) -> "Signals":
-        return self.listen()
+    __enter__ = listen
 
     def __exit__(self, *exception: object) -> None:
         """Restore the previous signal handling."""

@@ -204,8 +204,7 @@ CHANGES: dict[str, list[Change]] = {
         ("[: -keep.keep_last]", "[: -keep.keep_last - 1]"),
     ],
     "runtime/checkpoint/manifest.py": [
-        ("while block := file.read(HASHED_AT_ONCE):", "if block := file.read(HASHED_AT_ONCE):",
-         "hash"),
+        ('hashlib.file_digest(file, "sha256")', "hashlib.sha256(file.read(1 << 20))", "hash"),
     ],
     "runtime/files.py": [("        os.fsync(file.fileno())\n", "", "fsync")],
     "runtime/checkpoint/rollback.py": [

@@ -35,7 +35,8 @@ def evaluate(options: argparse.Namespace, device: str) -> dict[str, Any]:
     read = from_rank_0(lambda: read_tasks(options.tasks, "--tasks"))
     loaded = load_model(options.checkpoint, DTYPES[options.dtype], device)
     seq_len = options.seq_len or loaded.max_length
-    tasks = on_all_ranks(lambda: tokenize(read, loaded.tokenizer, seq_len, "--tasks"))
+    about = loaded.tokenizer, seq_len, "--tasks"
+    tasks = on_all_ranks(lambda: [tokenize(task, *about) for task in read])
     rows = [row for task in tasks for row in task.rows]
     of_rows = score_whole(loaded.model, rows, seq_len, TOKENS_AT_ONCE, device)
     return {

@@ -51,21 +51,9 @@ class Balance:
         }
 
     def __call__(self, norm: Tensor) -> Loads:
-        """After the last backward of a step: sum the loads, and change the biases, unless the guard
-        skips the step (`norm` is not finite). Every rank calls it; the host does not wait."""
-        loads = self.sum_over_ranks()
-        self.update(loads, norm)
-        return loads
-
-    def begin(self, loss_scale: Tensor) -> None:
-        """Before the first forward of a step, whose losses are multiplied by the scale."""
-        for load in self.of_rank.values():
-            load.loss_scale = loss_scale
-            load.counts.zero_()
-            load.losses.zero_()
-
-    def sum_over_ranks(self) -> Loads:
-        """The loads since `begin`."""
+        """After the last backward of a step: sum the loads since `begin`, and change the biases,
+        unless the guard skips the step (`norm` is not finite). Every rank calls it; the host does
+        not wait."""
         model = self.config.model
         shape = model.num_layers, model.of(Experts).count
         counts = torch.zeros(shape, dtype=torch.int64, device=self.mesh.device)
@@ -76,7 +64,16 @@ class Balance:
         for view in (self.mesh.loss, self.mesh.tp, self.mesh.pp):
             for each in (counts, losses):
                 dist.all_reduce(each, group=view.group)
-        return Loads(counts, losses)
+        loads = Loads(counts, losses)
+        self.update(loads, norm)
+        return loads
+
+    def begin(self, loss_scale: Tensor) -> None:
+        """Before the first forward of a step, whose losses are multiplied by the scale."""
+        for load in self.of_rank.values():
+            load.loss_scale = loss_scale
+            load.counts.zero_()
+            load.losses.zero_()
 
     @torch.no_grad()
     def update(self, loads: Loads, norm: Tensor) -> None:

@@ -105,10 +105,6 @@ class Found:
     holder: Holder | None  # None: unreadable, perhaps because it is being written
     time_ns: int  # the file's modification time
 
-    @property
-    def is_released(self) -> bool:
-        return self.time_ns == RELEASED
-
     def has_died(self) -> bool:
         """Whether the holder is certainly over: its process, or its job before it was requeued."""
         was, me = self.holder, Holder.this_process("")
@@ -310,7 +306,7 @@ class Lease:
     def _is_free(self, found: Found) -> bool:
         """Whether the next number may be taken now. False: the lease has changed, try again. Raises
         UserError if the holder is alive."""
-        if found.is_released or found.has_died():
+        if found.time_ns == RELEASED or found.has_died():
             return True
         log(
             f"{self.run_dir} is held by {found}; this run waits up to {EXPIRE_SECONDS:.0f} s "
@@ -320,7 +316,7 @@ class Lease:
         while time.monotonic() < expires:
             time.sleep(0.5)
             now = newest_lease(self.folder)
-            if now is None or now.path != found.path or now.is_released:
+            if now is None or now.path != found.path or now.time_ns == RELEASED:
                 return False
             if now.time_ns != found.time_ns:
                 why = f"{now} is writing there and has just renewed its lease ({now.path})"

@@ -27,7 +27,6 @@ from runtime.schema import MAX_JSON_BYTES, Name, Natural, Strict, first_problem,
 
 FORMAT, VERSION = "lattice-checkpoint", 2
 TENSORS = ".safetensors"
-HASHED_AT_ONCE = 1 << 20
 MAX_DIMS = 8
 MAX_NUMBERS = 1 << 63  # in a tensor, and so in each of its dimensions
 # raised for JSON that is none, or of another form
@@ -64,11 +63,9 @@ class Manifest(Strict):
 
 def fingerprint(path: Path) -> File:
     """Return a file's size in bytes and its sha256."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(HASHED_AT_ONCE):
-            digest.update(block)
-        return File(file.tell(), digest.hexdigest())
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return File(file.tell(), sha256)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -100,8 +100,7 @@ class Rollback(Listener):
         if dist.get_rank() == 0:
             samples = f"leaving out samples {begin} to {bad_samples[1] - 1}"
             log(f"warning: {why}; rolling back to {start.path}, {samples}")
-            event = {"from_step": step, "step": start.step, "left_out": [*bad_samples]}
-            run.log.event("rollback", **event)
+            run.log.event("rollback", from_step=step, step=start.step, left_out=[*bad_samples])
         run.go_back(start)
 
 

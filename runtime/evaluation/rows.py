@@ -89,10 +89,6 @@ class Task:
     examples: tuple[Example, ...]
 
     @property
-    def has_choices(self) -> bool:
-        return self.examples[0].answer is not None
-
-    @property
     def rows(self) -> list[Row]:
         return [row for example in self.examples for rows in example.rows for row in rows]
 
@@ -170,19 +166,15 @@ def open_tasks(config: Config, tokenizer: Path) -> list[Task]:
         return []
     tasks = read_tasks(config.train.tasks, "train.tasks")
     loaded = Tokenizer.load(tokenizer, "data.path")
-    return tokenize(tasks, loaded, config.train.seq_len, "train.tasks")
+    return [tokenize(task, loaded, config.train.seq_len, "train.tasks") for task in tasks]
 
 
-def tokenize(tasks: Sequence[Task], tokenizer: Tokenizer, seq_len: int, key: str) -> list[Task]:
-    """Give the examples of tasks their rows, of at most `seq_len` inputs. `key`: what named the
-    tasks.
+def tokenize(task: Task, tokenizer: Tokenizer, seq_len: int, key: str) -> Task:
+    """Give the examples of a task their rows, of at most `seq_len` inputs. `key`: what named the
+    task.
 
     Raises UserError if a choice has no token, or more than `seq_len`.
     """
-    return [_tokenize_task(task, tokenizer, seq_len, key) for task in tasks]
-
-
-def _tokenize_task(task: Task, tokenizer: Tokenizer, seq_len: int, key: str) -> Task:
     first = tokenizer.bos_id if tokenizer.bos_id >= 0 else tokenizer.eos_id
     pairs = [(clean(each.context), clean(text)) for each in task.examples for text in each.texts]
     wholes = iter(tokenizer.encode_arrays([context + text for context, text in pairs]))
@@ -242,7 +234,7 @@ def _measures(task: Task, found: Sequence[Sequence[float]]) -> dict[str, float]:
     nats = sum(each[answer] for each, answer in zip(scores, answers, strict=True))
     num_bytes = sum(each[answer] for each, answer in zip(sizes, answers, strict=True))
     bits = float(-nats / num_bytes / math.log(2))
-    if not task.has_choices:
+    if task.examples[0].answer is None:
         return {"bits_per_byte": bits}
     per_byte = [score / size for score, size in zip(scores, sizes, strict=True)]
     return {

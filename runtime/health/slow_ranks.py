@@ -84,7 +84,6 @@ class SlowRanks(Listener):
     def __init__(self, train: TrainStep) -> None:
         config = train.config
         self.policy, self.folder = config.guard.slow_ranks, Path(config.run.dir)
-        self.interval = config.run.log_interval
         self.times = ProductTimes(train)
         self.nodes = [""] * dist.get_world_size()
         dist.all_gather_object(self.nodes, node_name())
@@ -92,19 +91,17 @@ class SlowRanks(Listener):
         self.judge = Judge(stages, config.guard.slow_factor)
         self.named: dict[int, float] = {}  # when each slow rank was named, by the monotonic clock
         self.excluded: dict[str, str] = {}  # nodes that this start has excluded, each with why
-        self.first_step = 0
         self._is_timed = False  # this step, on all ranks
         # the logged step, and this rank's time, that are to be posted
         self._ready: tuple[int, int] | None = None
         self._posted_at = 0  # the logged step whose times are being exchanged
 
     def begins(self, run: Run) -> None:
-        self.first_step = run.step
         run.stop.carry(self._post, lambda times: self._judge(run, times))
 
     def before_step(self, run: Run) -> None:
-        left = -(run.step + 1) % self.interval  # steps until a logged one
-        self._is_timed = left < STEPS and run.step >= self.first_step + AFTER
+        left = -(run.step + 1) % run.config.run.log_interval  # steps until a logged one
+        self._is_timed = left < STEPS and run.step >= run.first_step + AFTER
         self.times.turn(on=self._is_timed)
 
     def after_step(self, run: Run) -> None:

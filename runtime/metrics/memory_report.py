@@ -15,7 +15,6 @@ nothing else; this program never reads it.
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ class MemoryReports(Listener):
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             report = self.report(why)
-            path.write_text(self.as_text(report), encoding="utf-8")
+            path.write_text(as_text(report), encoding="utf-8")
             numbers = json.dumps(report, indent=1) + "\n"
             path.with_suffix(".json").write_text(numbers, encoding="utf-8")
             if self.train.mesh.device == "cuda":
@@ -97,16 +96,6 @@ class MemoryReports(Listener):
             "held_bytes": held_bytes(self.train),
             "total_bytes": torch.cuda.memory_allocated() if on_gpu else peak_memory_bytes("cpu"),
         }
-
-    def as_text(self, report: dict[str, Any]) -> str:
-        about = ("why", "rank", "world", "coordinates", "stages")
-        lines = [f"{name}: {report[name]}" for name in about]
-        lines += ["", *table(report["held_bytes"], report["total_bytes"])]
-        if report["device"] == "cuda":
-            free, size = (number / MB for number in torch.cuda.mem_get_info())
-            lines.append(f"The device has {size:,.0f} MB, of which {free:,.0f} MB are free.\n")
-            lines.append(torch.cuda.memory_summary())
-        return "\n".join(lines) + "\n"
 
 
 @torch.no_grad()
@@ -139,8 +128,16 @@ def held_bytes(train: TrainStep) -> dict[str, int]:
     return found | dict.fromkeys(in_files, 0)
 
 
-def table(held: Mapping[str, int], total: int) -> list[str]:
-    """Format lines with the memory held by category, and the rest of `total`, in bytes."""
+def as_text(report: dict[str, Any]) -> str:
+    """The report, with a table of the memory held by category, and of the rest of the total."""
+    about = ("why", "rank", "world", "coordinates", "stages")
+    lines = [f"{name}: {report[name]}" for name in about]
+    held, total = report["held_bytes"], report["total_bytes"]
     rows = {**held, "everything else": total - sum(held.values()), "together": total}
-    lines = [f"{'':<28}{'held now':>18}"]
-    return lines + [f"{name:<28}{f'{size / MB:,.3f} MB':>18}" for name, size in rows.items()]
+    lines += ["", f"{'':<28}{'held now':>18}"]
+    lines += [f"{name:<28}{f'{size / MB:,.3f} MB':>18}" for name, size in rows.items()]
+    if report["device"] == "cuda":
+        free, size = (number / MB for number in torch.cuda.mem_get_info())
+        lines.append(f"The device has {size:,.0f} MB, of which {free:,.0f} MB are free.\n")
+        lines.append(torch.cuda.memory_summary())
+    return "\n".join(lines) + "\n"

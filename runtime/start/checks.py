@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from costs.parameters import num_parameters
-from data.dataset import Mixture, TokenDataset, open_data
+from data.dataset import Mixture, TokenDataset, check_same_tokenizer, open_data
 from data.loader import heldout_batches
 from errors import UserError, raise_passing
 from model.kernels.backend import check_kernels
@@ -147,11 +147,10 @@ def open_same_data(config: Config) -> Data:
     other data than rank 0 (a node has an older copy): stages of the pipeline would take tokens and
     targets from different texts, and nothing would show it."""
     data = on_all_ranks(lambda: open_data_stages(config))
-    identity = data.identity()
-    first = from_rank_0(lambda: identity)
+    first = from_rank_0(data.identity)
 
     def compared() -> Data:
-        if identity == first:
+        if data.identity() == first:
             return data
         why = f"on {socket.gethostname()} it, or the files of train.tasks, are not rank 0's"
         remedy = "give folders that all nodes share, or copy them to each node again"
@@ -170,11 +169,8 @@ def open_data_stages(config: Config) -> Data:
             found.train.append(train)
             found.heldout.append(heldout)
             found.tasks.append(open_tasks(stage.config, train.tokenizer_path))
-            first, other = found.train[0].sources[0], train.sources[0]
-            if other.tokenizer_sha256 != first.tokenizer_sha256:
-                why = f"it and {first.folder} were prepared with different tokenizers"
-                remedy = "prepare the data of all data stages with the same tokenizer"
-                raise UserError("data.path", str(other.folder), why, remedy)
+            remedy = "prepare the data of all data stages with the same tokenizer"
+            check_same_tokenizer([found.train[0].sources[0], train.sources[0]], remedy)
     return found
 
 

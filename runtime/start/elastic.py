@@ -156,7 +156,14 @@ def training_ranks(
         train = set(chosen)
         spares = Counter(node for number, node in enumerate(nodes) if number not in train)
         store.set("chosen", json.dumps({"ranks": chosen, "nodes": nodes, "spares": spares}))
-        _say(world, chosen, nodes, excluded, spares)
+        if used := excluded & {nodes[number] for number in chosen}:
+            log(
+                f"warning: too few nodes without {', '.join(sorted(used))}, which excluded.json "
+                "excludes: used all the same"
+            )
+        if spares:
+            where = ", ".join(f"{number} on {node}" for node, number in spares.items())
+            log(f"{len(chosen)} of {world} ranks train; spares: {where}")
     patience = Patience(signals.heard)
     while store.add("joined", 0) < world - 1:  # see fresh_store; the last may be minutes later
         _leave_if_signalled(signals)
@@ -173,19 +180,6 @@ def training_ranks(
     os.environ["LOCAL_WORLD_SIZE"] = str(min(mine, local_world(mine)))
     signals.speaks = chosen.index(rank) == 0
     return TrainingRanks(store, decided["spares"], met)
-
-
-def _say(
-    world: int, chosen: list[int], nodes: list[str], excluded: set[str], spares: Counter[str]
-) -> None:
-    if used := excluded & {nodes[rank] for rank in chosen}:
-        log(
-            f"warning: too few nodes without {', '.join(sorted(used))}, which excluded.json "
-            "excludes: used all the same"
-        )
-    if spares:
-        where = ", ".join(f"{number} on {node}" for node, number in spares.items())
-        log(f"{len(chosen)} of {world} ranks train; spares: {where}")
 
 
 def _read(store: dist.Store, key: str, signals: Signals) -> str:

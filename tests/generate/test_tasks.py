@@ -169,8 +169,7 @@ def example(context: str, *texts: str, answer: int | None = 0) -> Example:
 
 def row_of(context: str, choice: str) -> Row:
     task = Task("some", (example(context, choice, "other"),))
-    (found,) = tokenize([task], tokenizer(), 64, "train.tasks")
-    return found.rows[0]
+    return tokenize(task, tokenizer(), 64, "train.tasks").rows[0]
 
 
 @pytest.mark.parametrize(
@@ -262,7 +261,7 @@ def test_the_bundled_tasks_are_sound() -> None:
     """No choice occurs twice in an example, and always choosing one place is no better than
     chance."""
     tasks = {task.name: task for task in read_tasks(["python", "arithmetic", "python_text"], "")}
-    assert not tasks["python_text"].has_choices
+    assert tasks["python_text"].examples[0].answer is None
     for task in (tasks["python"], tasks["arithmetic"]):
         assert all(len(set(each.texts)) == 4 for each in task.examples)
         counts = [sum(each.answer == place for each in task.examples) for place in range(4)]
@@ -364,7 +363,7 @@ def test_log_likelihoods_are_those_of_transformers(
         theirs = []
         for context, text in [(each.context, t) for each in task.examples for t in each.texts]:
             tokens = [bos, *encode(context + text)]
-            if task.has_choices:
+            if task.examples[0].answer is not None:
                 pairs = zip(tokens, [bos, *encode(context)], strict=False)
                 same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
                 tail = tokens[-(LENGTH + 1) :]  # a long context loses its beginning
