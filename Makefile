@@ -8,7 +8,7 @@ CONFIG ?= configs/laptop.yaml
 ARGS ?=
 # the last run.dir of ARGS, if it has one: the sample and the report must be of the run that trains
 RUN ?= $(lastword runs/$(basename $(notdir $(CONFIG))) \
-  $(patsubst run.dir=%,%,$(filter run.dir=%,$(ARGS))))
+  $(patsubst run.dir=%,%,$(filter run.dir=%,$(subst ',,$(subst ",,$(ARGS))))))
 
 ifdef PYTHON
   runtime :=
@@ -46,7 +46,7 @@ help:
 	@echo 'PYTHON=python3   with any target: use this interpreter and its packages instead of .venv'
 
 train: data
-	$(PYTHON) -m tools.launch $(CONFIG) $(ARGS) run.dir=$(RUN)
+	$(PYTHON) -m tools.launch $(CONFIG) run.dir=$(RUN) $(ARGS)
 	$(PYTHON) -m tools.generate --checkpoint $(RUN) --prompt 'def read(self' --max-new-tokens 100
 	$(PYTHON) -m tools.report $(RUN) --out $(RUN)/report.html --png $(RUN)/loss.png
 	@echo 'the run is in $(RUN): config.yaml, metrics.jsonl, checkpoints/, loss.png, report.html'

@@ -14,7 +14,9 @@ GIVE = "--tokenizer PATH of tools.prepare or tools.import_hf"
 def check_tokens(files: dict[str, bytes], name: str) -> None:
     """Raises UserError if two files of the tokenizer `name` give a token different ids, or an id
     different tokens."""
-    vocabularies = {file: _vocabulary(file, files[file]) for file in (MODEL, JSON) if file in files}
+    vocabularies = {
+        file: _vocabulary(name, file, files[file]) for file in (MODEL, JSON) if file in files
+    }
     added = content_of(files, "added_tokens.json", name)
     decoder = content_of(files, CONFIG, name).get("added_tokens_decoder") or {}
     try:
@@ -40,9 +42,9 @@ def check_tokens(files: dict[str, bytes], name: str) -> None:
                     raise UserError("tokenizer", name, why, remedy + GIVE)
 
 
-def _vocabulary(file: str, content: bytes) -> dict[str, int]:
-    """Token → id, by a tokenizer's file. Raises UserError if it cannot be read."""
+def _vocabulary(name: str, file: str, content: bytes) -> dict[str, int]:
+    """Token → id, by a file of the tokenizer `name`. Raises UserError if it cannot be read."""
     if file == JSON:
-        return parse(content, file).get_vocab(with_added_tokens=True)
+        return parse(content, f"{name}: {file}").get_vocab(with_added_tokens=True)
     processor = sentencepiece.SentencePieceProcessor(model_proto=content)
     return {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}

@@ -66,20 +66,27 @@ class Tokenizer:
 
     @classmethod
     def load(
-        cls, path: str | Path, key: str = "tokenizer", check_beside: bool = False
+        cls,
+        path: str | Path,
+        key: str = "tokenizer",
+        check_beside: bool = False,
+        check_ids: bool = False,
     ) -> "Tokenizer":
         """Loads the tokenizer at `path`: a file, or a folder that contains one.
         Raises UserError with this `key` if there is none.
 
         check_beside: refuse accompanying files that contradict it: other tokens as bos or eos,
-        other ids, tokens of texts that it would spell. Where a tokenizer is chosen, or comes from
-        elsewhere, but not that of a run or checkpoint, which can no longer choose.
+        and what `check_ids` refuses. Where a tokenizer is chosen, but not that of a run or
+        checkpoint, which can no longer choose.
+        check_ids: refuse files with other ids, or tokens of texts that it would spell. Where it
+        comes from elsewhere.
         """
         try:
             files = tokenizer_files(Path(path)).items()
             loaded = cls({name: file.read_bytes() for name, file in files}, str(path))
             if check_beside:
                 check_roles(loaded.files, str(path), loaded._codec.roles)
+            if check_beside or check_ids:
                 check_tokens(loaded.files, str(path))
         except UserError as error:
             raise UserError(key, error.value, error.why, error.remedy) from error

@@ -274,11 +274,12 @@ def test_make_train_samples_the_run_that_it_trains() -> None:
     for given, folder in {
         (): "runs/llama3_8b",
         ("ARGS=run.dir=runs/a optimizer.lr=1e-3 run.dir=runs/b",): "runs/b",
-        ("ARGS=run.dir=runs/a", "RUN=runs/b"): "runs/b",
+        ("ARGS='run.dir=runs/a'",): "runs/a",
+        ("RUN=runs/b",): "runs/b",
     }.items():
         said = make(ROOT, "-n", "train", "PYTHON=python3", "CONFIG=configs/llama3_8b.yaml", *given)
         train, *after = said.stdout.splitlines()[-4:]
-        assert re.findall(r"run\.dir=(\S+)", train)[-1] == folder  # the last one counts
+        assert re.findall(r"run\.dir=([\w/]+)", train)[-1] == folder  # the last one counts
         assert set(re.findall(r"runs/\w+", " ".join(after))) == {folder}
 
 

@@ -73,7 +73,8 @@ class Rollback(Listener):
         MOST_TO_THE_SAME times.
         """
         self.saver.wait()
-        config, bad, step = self.config, run.logged_bad_in_a_row, run.step
+        config, step = self.config, run.step
+        bad = min(run.logged_bad_in_a_row, step - run.data_stage.steps.start)  # of this data stage
         why = f"the last {bad} updates, up to step {step}, were skipped (guard.max_bad_steps)"
         # A checkpoint saved on request while steps were bad is no better than the current state.
         start = find_before(step - bad, config, self.data, self.start, self.saver.lease)

@@ -29,7 +29,7 @@ from runtime.signals import Signals
 from runtime.start.environment import check_environment, check_number, local_world
 from runtime.start.host import raise_open_files, share_cores, stay_on_this_machine, use_gpu
 
-# gloo is for tensors and objects on the host: CPU offload, checkpoint planning
+# gloo is for tensors and objects on the host: CPU offload, what ranks agree on
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
 # How long a collective of NCCL waits for the other ranks of a step: torch's default, but for NCCL
 # beside gloo, as here, that would be gloo's 30 minutes.

@@ -86,7 +86,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
             source = CheckpointReader(folder, verified=True)
             source.check_model()
         check_split(source.model, dist.get_world_size())
-        tokenizer = Tokenizer.load(folder, "--checkpoint", check_beside=is_exported)
+        tokenizer = Tokenizer.load(folder, "--checkpoint", check_ids=is_exported)
         num_rows = source.model.vocab_size
         return source, tokenizer, generation_config(folder, tokenizer, num_rows, "--checkpoint")
 

@@ -250,8 +250,8 @@ class HuggingFaceConfig:
             raise self._refusal(key, self._stated[key], MUST_BE["partial_rotary_factor"][1])
         if rope["rope_type"] == "llama3":
             name = ROPE["rope_original_length"]  # transformers 5 prefers that of the top level
-            self._one((name, self._stated.get(name)), (key, rope.get(name)))
-            rope = {name: self._stated.get(name, self.max_length)} | rope
+            stated = self._one((name, self._stated.get(name)), (key, rope.get(name)))
+            rope[name] = self.max_length if stated is None else stated
             self._content |= {f"{key}.{name}": value for name, value in rope.items()}
             found |= {
                 ours: self._get(f"{key}.{theirs}", HINTS[ours]) for ours, theirs in ROPE.items()
