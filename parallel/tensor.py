@@ -121,9 +121,8 @@ Product = tuple[LinearProducts, Tensor, Tensor]  # what computes dy [..., F] · 
 
 
 def is_narrow(weight: Tensor) -> bool:
-    """Whether a layer [F, D] or small experts [X, F, D] have products of so few columns that adding
-    them to dx takes longer than copying what joins them. Of experts, a sum is an operation of its
-    own, with three passes over dx instead of two, and dy need not be copied."""
+    """Whether a layer [F, D] or experts [X, F, D] have so few columns that adding a product to dx
+    takes longer than the copies that join them. (Of experts, a sum is an operation of its own.)"""
     return (4 if weight.ndim == 2 else 2) * weight.shape[-2] < weight.shape[-1]
 
 
@@ -329,8 +328,7 @@ def row_parallel(x: Tensor, layer: KeepingLayer, matmul: LinearProducts) -> Tens
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the compiler decides
         x = KeepForBackward.apply(x, weight)
         node = x.grad_fn
-    # Then a recomputation gathers no input again, which would have to wait for dy.
-    early = layer.kept is not None
+    early = layer.kept is not None  # no input is gathered again, which dy would delay
     return RowParallelFunction.apply(x, node, layer.tp, matmul, layer.gradient, early, weight)
 
 

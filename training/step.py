@@ -81,6 +81,7 @@ class TrainStep:
         self.qk_clip = QKClip(config, mesh, stages, self.weights) if config.clips_logits else None
         scales_loss = self.precision.compute == torch.float16
         self.guard = UpdateGuard(config.guard.spike_sigmas, mesh.device, scales_loss)
+        self.kernels = config.kernels_of_states
         self.record: Recorder = nullcontext
 
         self.tp = TensorParallel.of(mesh, parallel.sequence_parallel)
@@ -130,7 +131,7 @@ class TrainStep:
         gradients = [weight.gradient for weight in self.weights if not weight.is_copy]
         if self.guard.scales_loss:
             unscale([weight.gradient for weight in self.weights], scale)
-        norm = gradient_norm(gradients, self.mesh, self.config.kernels_of_states)
+        norm = gradient_norm(gradients, self.mesh, self.kernels)
         loss = self.sum_over_ranks(loss)
         return (loss / scale if self.guard.scales_loss else loss), norm
 
