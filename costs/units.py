@@ -239,6 +239,7 @@ def _run(setting: Setting, name: str, split: bool, sums: Sums | None) -> Recorde
             with recorder.phase("weight"):
                 run_jobs(jobs)
         hand_over()
+        assert all(each.total is not None for each in places)
     return recorder
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model.kernels.backend import on_nvidia
+from model.kernels.backend import on_nvidia, rows_of
 from model.kernels.grouped_matmul import add_grouped_weight_gradient, grouped_mm
 
 
@@ -75,7 +75,7 @@ class GroupedMatmul:
         self, dy: Tensor, weight: Tensor, into: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         assert out is None
-        dx = grouped_mm(dy if dy.stride(-1) == 1 else dy.contiguous(), weight, self.ends)
+        dx = grouped_mm(rows_of(dy), weight, self.ends)
         return dx if into is None else into.add_(dx)
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:

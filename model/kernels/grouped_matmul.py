@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from model.kernels import backend
-from model.kernels.backend import cdiv, jit, on_nvidia, tl, use_triton
+from model.kernels.backend import cdiv, jit, on_nvidia, rows_of, tl, use_triton
 
 ALIGNMENT = 16  # bytes, of grouped_mm
 SIDES = 128, 256  # of a program's tile of dw
@@ -98,7 +98,7 @@ def add_grouped_weight_gradient(
     `into`, which may be wider than that of dy [R, M] and x [R, N]. With beta 0 the values of
     `into` are not read."""
     if has_kernel(dy, x, kernels):
-        dy, x = dy if dy.stride(1) == 1 else dy.contiguous(), x.contiguous()
+        dy, x = rows_of(dy), x.contiguous()
         experts, m, n = into.shape
         _add_weight_gradient[(cdiv(m, SIDES[0]) * cdiv(n, SIDES[1]), experts)](
             dy, x, ends, into, m, n, dy.stride(0), ADD=beta == 1, SIDE_M=SIDES[0],

@@ -162,6 +162,12 @@ def test_the_file_chooses_and_the_digest_covers_what_decides(folder: Path, tmp_p
     assert both.sha256 == tokenizer().sha256 == hashlib.sha256(tokenizer().model).hexdigest()
     # the other files are kept too
     assert list(both.files) == [MODEL, "tokenizer_config.json", "chat_template.jinja", JSON]
+    (folder / JSON).unlink()
+    text = '{"eos_token": "<|im_end|>"}'  # as models of chats have
+    (folder / "tokenizer_config.json").write_text(text)
+    assert Tokenizer.load(folder, check_ids=True).sha256 == tokenizer().sha256
+    with pytest.raises(UserError, match=r"eos_token is '</s>', and .* names '<\|im_end\|>'"):
+        Tokenizer.load(folder, check_beside=True)
 
 
 # --- our own tokenizer ----------------------------------------------------------------------------
