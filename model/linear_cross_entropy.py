@@ -6,14 +6,14 @@ that the whole logits are never in memory.
         z      =  x · wᵀ                                                           [n·tp·B, V/tp]
         loss  ◄─ all-gather over tp ─ three numbers per token (cross_entropy.py)
         z      ←  gradient of the loss, over the logits
-        dw    +=  zᵀ · x                         in float32
+        dw    +=  zᵀ · x                         in float32, if there are several pieces
         dx     =  z · w ─ reduce-scatter over tp ─► this rank's slices             [n, B, D]
 
 The gradient of cross-entropy can be computed as soon as the normaliser is known. So forward
-computes both gradients, and backward multiplies them by the incoming gradient, 1 unless something
-follows the loss. In a run that sums gradients over micro-batches nothing may follow it: forward
-adds dw to the sum, and backward asserts a 1. (On one device and with the whole vocabulary:
-Liger-Kernel, Hsu et al. 2024, https://arxiv.org/abs/2410.10989, section 3.2; Wijmans et al. 2024,
+computes both gradients; in a run that sums them over micro-batches it adds dw to the sum. Nothing
+may follow the loss: backward asserts that the incoming gradient is 1, and hands over what forward
+has computed. (On one device and with the whole vocabulary: Liger-Kernel, Hsu et al. 2024,
+https://arxiv.org/abs/2410.10989, section 3.2; Wijmans et al. 2024,
 https://arxiv.org/abs/2411.09009.)
 
 With sequence parallelism a piece is taken from every rank's part of the sequence at once, so that
@@ -56,9 +56,10 @@ from parallel.layer import TensorParallel
 from parallel.weight_gradient import TO_AUTOGRAD, LinearProducts, WeightGradient
 
 # The size of one piece's logits. On a GPU it is large enough that reading and writing the float32
-# sum dw once per piece costs little in comparison (at V = 128k and D = 4096 a piece is 4096
-# tokens); on a CPU a piece fits into a core's cache.
-PIECE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 22}
+# sum dw once per piece costs little in comparison, and that usual sequences are one piece (at
+# V = 128k and D = 4096, 8192 tokens, whose logits are as large as that sum, which a single piece
+# does without); on a CPU a piece fits into a core's cache.
+PIECE_BYTES = {"cuda": 1 << 31, "cpu": 1 << 22}
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -81,7 +82,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         ctx.gradient = gradient
         # a sum in bfloat16 would be rounded once per piece
-        ctx.in_sum = in_sum = gradient.adds and gradient.dtype == exact(x.dtype)
+        in_sum = gradient.adds and gradient.dtype == exact(x.dtype)
+        is_one = targets.numel() <= piece_tokens
+        dw_dtype = weight.dtype if is_one and not gradient.adds else exact(x.dtype)
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         loss = x.new_zeros((), dtype=exact(x.dtype))
         dxs: list[Tensor] = []
@@ -103,11 +106,11 @@ class LinearCrossEntropy(torch.autograd.Function):
             if wants_dw and in_sum:
                 gradient.add_product(matmul, z, rows)
             elif wants_dw:
-                dw = matmul.add_weight_gradient(z, rows, into=dw, dtype=exact(x.dtype))
+                dw = matmul.add_weight_gradient(z, rows, into=dw, dtype=dw_dtype)
             del z  # before the next piece's logits are allocated
         if reducing is not None:
             dxs.append(reducing.wait())
-        ctx.dx = torch.cat(dxs) if wants_dx else None
+        ctx.dx = None if not wants_dx else dxs[0] if is_one else torch.cat(dxs)
         ctx.dw = dw if dw is None or gradient.adds else dw.to(weight.dtype)
         ctx.is_first = True
         return loss * scale
@@ -116,12 +119,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         assert ctx.is_first, "the gradients were handed over in the first call of backward"
         (dx, dw), ctx.dx, ctx.dw, ctx.is_first = (ctx.dx, ctx.dw), None, None, False
-        if ctx.in_sum:
-            torch._assert_async(dloss == 1, "nothing may follow the loss: dw is in its sum")
-        if dx is not None:
-            dx.mul_(dloss)  # in place: nothing else refers to it yet
+        torch._assert_async(dloss == 1, "nothing may follow the loss: use `scale`")
         if dw is not None:  # to the sum itself: autograd would round it to bfloat16
-            dw = ctx.gradient.add(dw.mul_(dloss))
+            dw = ctx.gradient.add(dw)
         return dx, dw, *[None] * 9
 
 

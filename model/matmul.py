@@ -60,6 +60,27 @@ class Matmul:
         return into.addmm_(dy.t(), x, beta=beta)
 
 
+class OneExpert(Matmul):
+    """`LinearProducts` of a rank's only expert, for weights [1, F, D]: all rows are its own."""
+
+    def forward(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        return super().forward(x, weight[0], out)
+
+    def input_gradient(
+        self, dy: Tensor, weight: Tensor, into: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        return super().input_gradient(dy, weight[0], into, out)
+
+    def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        return super().weight_gradient(dy, x).unsqueeze(0)
+
+    def add_weight_gradient(
+        self, dy: Tensor, x: Tensor, into: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        total = super().add_weight_gradient(dy, x, None if into is None else into[0], dtype)
+        return total.unsqueeze(0) if into is None else into
+
+
 class GroupedMatmul:
     """`LinearProducts` of all experts of a layer, for weights [X, F, D]: each with its own rows of
     x [R, D] and dy [R, F], which end at `ends` (int32 [X])."""

@@ -54,8 +54,8 @@ CHANGES: dict[str, list[Change]] = {
          "scale * (1 + z_loss * row.lse) / row.total"),
     ],
     "model/linear_cross_entropy.py": [
-        ("into=dw, dtype=exact(x.dtype))", "into=dw, dtype=x.dtype)"),
-        ("dw.mul_(dloss)", "dw", "times"),
+        ("gradient.adds else exact(x.dtype)", "gradient.adds else x.dtype"),
+        ("dloss == 1", "dloss == dloss"),
     ],
     "model/kernels/grouped_matmul.py": [
         ("out.addmm_(dy_rows.t(), rows, beta=beta)", "out.addmm_(dy_rows.t(), rows)", "flag"),

@@ -6,6 +6,7 @@ from torch import Tensor
 from errors import UserError
 from model.attention import BaseAttention
 from model.config import ModelConfig
+from model.kernels.norm_rotary import norm_rotate
 from model.kernels.rotary import rotate
 from model.matmul import Matmul
 from model.norm import RMSNorm
@@ -55,9 +56,10 @@ class Attention(BaseAttention):
     def project(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = column_parallel(x, self.query, self.key, self.value)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # [S, B, heads, E]
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
-        return *rotate(q, k, angles.cos, angles.sin, self.kernels), v
+        if self.query_norm is None or self.key_norm is None:
+            return *rotate(q, k, *angles, self.kernels), v
+        norms = [(n.local_weight(), n.gradient) for n in (self.query_norm, self.key_norm)]
+        return *norm_rotate(q, k, norms, self.query_norm.eps, *angles, self.kernels), v
 
     def combine(self, y: Tensor) -> Tensor:
         return self.output(y.flatten(-2))

@@ -9,16 +9,17 @@ from torch import Tensor, nn
 from model.config import ModelConfig
 from model.experts import Experts as Settings
 from model.feed_forward import swiglu as dense
-from model.kernels.sum_rows import sum_rows
+from model.kernels.token_rows import spread_rows, sum_rows
 from model.kernels.weighted_swiglu import weighted_swiglu
-from model.matmul import GroupedMatmul
+from model.matmul import GroupedMatmul, OneExpert
 from model.router import router_class
 from parallel.asynchronous import Starts
-from parallel.dispatch import make_dispatch
+from parallel.dispatch import RowKernels, make_dispatch
 from parallel.expert import ExpertLinear, ExpertParallel, expert_linear, last_expert_linear
 from parallel.kept import KeptOutputs
 from parallel.layer import Atoms, TensorParallel
 from parallel.parameter import Normal
+from parallel.weight_gradient import LinearProducts
 
 
 class FeedForward(nn.Module):
@@ -28,7 +29,8 @@ class FeedForward(nn.Module):
         super().__init__()
         kept = KeptOutputs()  # of the choice and the routes at least, for a recomputation
         self.router = router_class(config.router)(config, tp, ep, kept)
-        self.dispatch = make_dispatch(ep, kept, partial(sum_rows, kernels=config.kernels))
+        of_rows = (partial(each, kernels=config.kernels) for each in (spread_rows, sum_rows))
+        self.dispatch = make_dispatch(ep, kept, RowKernels(*of_rows))
         self.experts = Experts(config, ep)
         self.shared = None
         if number := config.of(Settings).num_shared:
@@ -55,7 +57,10 @@ class Experts(nn.Module):
         self.kernels = config.kernels
         count, dim, width = config.of(Settings).count, config.dim, config.expert_width
         std, last_std = Normal(config.init_std), Normal(config.residual_init_std)
-        grouped = partial(GroupedMatmul, kernels=config.kernels)
+
+        def grouped(ends: Tensor) -> LinearProducts:
+            return OneExpert() if len(ends) == 1 else GroupedMatmul(ends, config.kernels)
+
         self.gate = ExpertLinear(count, dim, width, ep, grouped, std)
         self.up = ExpertLinear(count, dim, width, ep, grouped, std)
         self.down = ExpertLinear(count, width, dim, ep, grouped, last_std)

@@ -5,10 +5,11 @@ PyTorch implementation.
     triton_interpreter.py     bfloat16 in Triton's CPU interpreter
     rms_norm.py               RMSNorm; residual addition and RMSNorm in one pass
     rotary.py                 rotary embedding of queries and keys in one launch
+    norm_rotary.py            the norms of queries and keys, and rotary embedding
     swiglu.py                 the gate of the feed-forward layer
     weighted_swiglu.py        the same of an expert's rows, each times its weight by the router
     grouped_matmul.py         each expert's rows times its own matrix
-    sum_rows.py               the sum of each token's rows, which its experts have computed
+    token_rows.py             from tokens to the rows of their experts and back
     attention.py              torch's own kernels of attention
     attention_choice.py       which of them runs, and why
     cross_entropy.py          the loss and its gradient, of a rank's columns of the vocabulary

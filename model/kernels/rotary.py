@@ -144,7 +144,7 @@ def _launch(
     )  # fmt: skip
 
 
-def _readable(x: Tensor) -> Tensor:
+def readable(x: Tensor) -> Tensor:
     """Return x, or a copy if its last stride is not 1; the kernel accepts any other strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -152,7 +152,7 @@ def _readable(x: Tensor) -> Tensor:
 @torch.library.custom_op("lattice::rotate", mutates_args=())
 def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
-    _launch(_readable(q), _readable(k), q_out, k_out, cos.contiguous(), sin.contiguous(), back)
+    _launch(readable(q), readable(k), q_out, k_out, cos.contiguous(), sin.contiguous(), back)
     return q_out, k_out
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from model.kernels.backend import accumulator, cdiv, jit, next_power_of_2, tl, use_triton, warps_for
-from model.kernels.swiglu import swiglu, swiglu_gradients
+from model.kernels.swiglu import swiglu, write_gradients
 
 BLOCK = 2048  # elements at once, of one row
 
@@ -46,7 +46,8 @@ class WeightedSwiGLU(torch.autograd.Function):
         else:
             dweights = (dy.to(weights.dtype) * swiglu(gate, up, ctx.kernels)).sum(1)
             dh = (dy * weights.unsqueeze(1)).to(dy.dtype)
-            both = torch.cat(swiglu_gradients(dh, gate, up), 1)
+            both = dh.new_empty((len(dh), 2 * dh.shape[1]))
+            write_gradients(dh, gate, up, *both.chunk(2, 1))
         dgate, dup = both.chunk(2, 1)
         return dgate, dup, dweights, None
 

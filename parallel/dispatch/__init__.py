@@ -7,7 +7,7 @@ from `TokenDispatch`.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -15,19 +15,20 @@ from kinds import load_kind
 from parallel.expert import Choice, ExpertParallel, Received
 from parallel.kept import KeptOutputs
 
-SumRows = Callable[[Tensor, Tensor, int], Tensor]  # rows [T·k, D], places [T·k], k → [T, D]
+
+class RowKernels(NamedTuple):
+    """From tokens [T, D] to their rows [T·k, D] and back (model/kernels/token_rows.py)."""
+
+    spread: Callable[[Tensor, Tensor, Tensor, int], Tensor]  # of tokens, order, places [T·k], k
+    sum: Callable[[Tensor, Tensor, int], Tensor]  # of rows, places [T·k], k
 
 
 class TokenDispatch(nn.Module):
-    """Sends tokens to their experts and the results back, for one layer. It has no weights.
+    """Sends tokens to their experts and the results back, for one layer. It has no weights."""
 
-    Args:
-        sum_rows: the sum of each token's k rows (model/kernels/sum_rows.py).
-    """
-
-    def __init__(self, ep: ExpertParallel, kept: KeptOutputs, sum_rows: SumRows) -> None:
+    def __init__(self, ep: ExpertParallel, kept: KeptOutputs, kernels: RowKernels) -> None:
         super().__init__()
-        self.ep, self.kept, self.sum_rows = ep, kept, sum_rows
+        self.ep, self.kept, self.kernels = ep, kept, kernels
 
     def send(self, x: Tensor, choice: Choice) -> Any:
         """Start to send x [T, D] and the weights of the choice. What is computed before `receive`
@@ -42,8 +43,8 @@ class TokenDispatch(nn.Module):
         raise NotImplementedError
 
 
-def make_dispatch(ep: ExpertParallel, kept: KeptOutputs, sum_rows: SumRows) -> TokenDispatch:
-    return load_kind(__name__, ep.dispatch, "Dispatch")(ep, kept, sum_rows)
+def make_dispatch(ep: ExpertParallel, kept: KeptOutputs, kernels: RowKernels) -> TokenDispatch:
+    return load_kind(__name__, ep.dispatch, "Dispatch")(ep, kept, kernels)
 
 
 def counts_on_host(counts: Tensor) -> list[int]:

@@ -42,7 +42,7 @@ from torch.distributed import ProcessGroup
 
 from parallel.asynchronous import Start, Wait
 from parallel.collectives import Pending, start_all_to_all
-from parallel.dispatch import SumRows, TokenDispatch, counts_on_host
+from parallel.dispatch import RowKernels, TokenDispatch, counts_on_host
 from parallel.expert import Choice, ExpertParallel, Received
 
 
@@ -84,7 +84,7 @@ def find_routes(choice: Choice, ep: ExpertParallel) -> Routes:
 class Dispatch(TokenDispatch):
     def send(self, x: Tensor, choice: Choice) -> "Sent":
         routes = self.kept.once(lambda: find_routes(choice, self.ep))
-        rows = Rows(routes, self.ep.group, self.sum_rows)
+        rows = Rows(routes, self.ep.group, self.kernels)
 
         def start(*tensors: Tensor) -> None:
             if not self.kept.has_outputs:
@@ -108,14 +108,14 @@ class Rows:
     """The rows of one layer and micro-batch on their way to the experts, or back. Results return
     as gradients of what was sent there do, and their gradients travel there as tokens do."""
 
-    def __init__(self, routes: Routes, group: ProcessGroup, sum_rows: SumRows) -> None:
-        self.routes, self.group, self.sum_rows = routes, group, sum_rows
+    def __init__(self, routes: Routes, group: ProcessGroup, kernels: RowKernels) -> None:
+        self.routes, self.group, self.kernels = routes, group, kernels
         self._pending: list[Pending] = []
 
     def start_there(self, x: Tensor, *weights: Tensor) -> None:
         """Send each token's row of x [T, D] to each of its experts, and weights [T, k]."""
-        order = self.routes.order
-        rows = [x.index_select(0, order // self.routes.k)]
+        order, places, k = self.routes.order, self.routes.places, self.routes.k
+        rows = [self.kernels.spread(x, order, places, k)]
         rows += [each.flatten().index_select(0, order) for each in weights]
         self._start(rows, self.routes.send, self.routes.receive)
 
@@ -137,7 +137,7 @@ class Rows:
         places, k = self.routes.places, self.routes.k
         rows, *weights = self._wait()
         weights = [each.index_select(0, places).unflatten(0, (-1, k)) for each in weights]
-        return self.sum_rows(rows, places, k), *weights
+        return self.kernels.sum(rows, places, k), *weights
 
     def _start(self, rows: list[Tensor], send: Sequence[int], receive: Sequence[int]) -> None:
         self._pending += [start_all_to_all(each, self.group, send, receive) for each in rows]

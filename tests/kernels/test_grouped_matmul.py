@@ -7,7 +7,7 @@ from torch import Tensor
 
 from model.kernels import grouped_matmul
 from model.kernels.grouped_matmul import SIDES, add_grouped_weight_gradient, grouped_mm
-from model.kernels.sum_rows import sum_rows
+from model.kernels.token_rows import spread_rows, sum_rows
 from tests.kernels.device import DEVICE, DTYPES, KERNELS, NEEDS_TRITON, randn
 
 N, M = 48, 32
@@ -94,11 +94,14 @@ def test_a_weight_gradient_of_several_tiles(total):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(("tokens", "k", "width"), [(5, 3, 40), (3, 1, 2056), (0, 2, 8)])
-def test_the_sum_of_each_token_s_rows(tokens, k, width, kernels, dtype):
+def test_from_tokens_to_rows_and_back(tokens, k, width, kernels, dtype):
     x = randn(tokens * k, width, dtype=dtype)
     places = torch.randperm(tokens * k, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     exact = x.double()[places].view(tokens, k, width).sum(1)
-    assert_close(sum_rows(x, places, k, kernels), exact, dtype)
+    y = sum_rows(x, places, k, kernels)
+    assert_close(y, exact, dtype)
+    spread = spread_rows(y, places.argsort(), places, k, kernels)
+    assert torch.equal(spread[places].view(tokens, k, width), y.unsqueeze(1).expand(-1, k, -1))
 
 
 @pytest.mark.gpu

@@ -72,10 +72,13 @@ def norm_of(per_element):
         # forward, backward, and forward in place
         (specimens.rotary, (8, 2, 64), [4 * T * 10 * 64 + 4 * T * 64] * 3),
         (specimens.rotary, (3, 1, 24), [4 * T * 4 * 24 + 4 * T * 24] * 3),
+        # one weight for all heads, and in backward a sum for each of two programs
+        (specimens.norm_and_rotary, (6, 64),
+         [4 * T * 6 * 64 + 4 * T * 64 + 128, 6 * T * 6 * 64 + 4 * T * 64 + 128 + 4 * 64]),
         *((specimens.gate, (d,), [6 * T * d, 10 * T * d]) for d in (96, 3000)),
         *((specimens.weighted_gate, (d,), [6 * T * d + 4 * T, 10 * T * d + 8 * T])
           for d in (96, 3000)),
-        *((specimens.rows, (d,), [2 * S * d + 2 * S * d // 8 + 8 * S]) for d in (96, 3000)),
+        *((specimens.rows, (d,), 2 * [2 * S * d + 2 * S * d // 8 + 8 * S]) for d in (96, 3000)),
         # dy and x, once for all tiles; where rows end; the sums
         *((specimens.experts, (272, 160, FP32, beta),
            [2 * R * (272 + 160) + 4 * 4 + (1 + beta) * 4 * (4 * 160 * 272)]) for beta in (0, 1)),

@@ -18,12 +18,13 @@ from torch.utils._pytree import tree_map_only
 from model.kernels.backend import exact
 from model.kernels.cross_entropy import gradient_over_logits_, merge, statistics, token_losses
 from model.kernels.grouped_matmul import grouped_mm
+from model.kernels.norm_rotary import norm_rotate
 from model.kernels.rms_norm import add_rms_norm, rms_norm
 from model.kernels.rotary import rotate
 from model.kernels.swiglu import swiglu
 from model.kernels.weighted_swiglu import weighted_swiglu
 from model.positions import Rotary, rotary_angles
-from parallel.weight_gradient import Place, WeightGradient
+from parallel.weight_gradient import TO_AUTOGRAD, Place, WeightGradient
 from tests import ROOT
 from tests.counting import Operators
 from tests.kernels.device import DEVICE, DTYPES, NEEDS_TRITON, randn
@@ -213,6 +214,34 @@ def test_inputs_of_any_strides(view, dtype):
     swiglu(found, other, "triton").sum().backward()
     swiglu(exact, other.double(), "torch").sum().backward()
     assert_close(found.grad, exact.grad)
+
+
+@each_dtype
+@each_kernel
+@pytest.mark.parametrize(
+    ("s", "b", "heads", "width", "apart"),
+    [(5, 2, 4, 8, True), (300, 1, 3, 24, False), (3, 1, 1, 2, True), (0, 2, 4, 8, False)],
+)
+def test_norm_and_rotary(s, b, heads, width, apart, kernels, dtype):
+    """Also of gradients with the strides that attention returns. (Without kernels, bfloat16 is
+    rounded in between.)"""
+    positions = torch.arange(s * b).view(s, b) * 37 if apart else torch.arange(s).unsqueeze(1)
+    cos, sin = rotary_angles(positions, Rotary(width, 10000.0), dtype)
+    turn = torch.complex(cos.double(), sin.double())
+
+    def exact(*inputs):
+        normal = [exact_rms_norm(x, w)[0] for x, w in (inputs[:2], inputs[2:])]
+        turned = [torch.complex(*x.chunk(2, dim=-1)) * turn for x in normal]
+        return [torch.cat((z.real, z.imag), dim=-1).permute(1, 2, 0, 3) for z in turned]
+
+    def ours(q, q_weight, k, k_weight):
+        norms = (q_weight, TO_AUTOGRAD), (k_weight, TO_AUTOGRAD)
+        return [x.permute(1, 2, 0, 3) for x in norm_rotate(q, k, norms, EPS, cos, sin, kernels)]
+
+    if kernels == "torch" and dtype == torch.bfloat16:
+        pytest.skip("rounded between the two operations")
+    shapes = (s, b, heads, width), (width,), (s, b, 1, width), (width,)
+    compare(ours, exact, tensors(dtype, *shapes), terms=float(width == 2))
 
 
 @each_dtype

@@ -44,7 +44,7 @@ def expected(vocab, dtype, z_loss):
     z = (x @ weight.T).flatten(0, 1)
     loss = F.cross_entropy(z, targets.flatten(), ignore_index=IGNORE, reduction="sum")
     loss = (loss + z_loss * (z.logsumexp(-1).square() * (targets.flatten() != IGNORE)).sum()) / 7
-    (3 * loss).backward()
+    loss.backward()
     return loss.detach(), x.grad, weight.grad
 
 
@@ -69,7 +69,7 @@ def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, sizes):
         with Listener(mesh) as forward:
             loss = head()
         with Listener(mesh) as backward:
-            (3 * loss).backward()
+            loss.backward()
         with torch.no_grad():
             assert torch.equal(head(), loss), "without gradients the loss is the same"
         travelled = forward.count(), backward.count(), max(forward.largest, backward.largest)
@@ -104,7 +104,7 @@ BOUNDS = {F64: (1e-14, 1e-14, 1e-14), BF16: (1e-2, 2e-2, 1e-2)}  # logits of up 
 def test_is_what_whole_logits_give(ranks, tp, sequence_parallel, dtype, kernels):
     """The loss and gradients in three pieces of unequal size equal those of whole logits; in
     float64 also in one piece, and in pieces of one row (not in the slow interpreter). Tested with
-    z_loss, a vocabulary that tp does not divide, and an incoming gradient other than 1."""
+    z_loss, and a vocabulary that tp does not divide."""
     vocab, z_loss = 51, 1e-2
     exact = expected(vocab, dtype, z_loss)
     sizes = [14 * cdiv(vocab, tp) * dtype.itemsize]
@@ -170,7 +170,7 @@ def test_forward_adds_to_a_sum_and_nothing_may_follow_the_loss():
         vocab_size=31, kernels="torch", piece_bytes=1000, gradient=gradient,
     )  # fmt: skip
     losses = [head() for _ in range(2)]
-    torch.testing.assert_close(gradient.total, 2 / 3 * expected(31, DOUBLE, 0.0)[2])
+    torch.testing.assert_close(gradient.total, 2 * expected(31, DOUBLE, 0.0)[2])
     sum(losses).backward()
     with pytest.raises(RuntimeError, match="nothing may follow the loss"):
         (2 * head()).backward()

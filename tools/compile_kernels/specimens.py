@@ -21,11 +21,13 @@ from model.kernels.bit_hash import hash_of
 from model.kernels.cross_entropy import gradient_over_logits_, merge, statistics
 from model.kernels.gradient_norm import square_sum
 from model.kernels.grouped_matmul import add_grouped_weight_gradient
+from model.kernels.norm_rotary import norm_rotate
 from model.kernels.rms_norm import add_rms_norm, rms_norm
 from model.kernels.rotary import rotate
-from model.kernels.sum_rows import sum_rows
 from model.kernels.swiglu import swiglu
+from model.kernels.token_rows import spread_rows, sum_rows
 from model.kernels.weighted_swiglu import weighted_swiglu
+from parallel.weight_gradient import TO_AUTOGRAD
 
 TOKENS = 64
 ROWS = 4096  # of a weight [ROWS, 17]
@@ -74,6 +76,13 @@ def rotary(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = BF16) 
         rotate(q.detach(), k.detach(), cos, sin, "triton")
 
 
+def norm_and_rotary(heads: int, head_dim: int, dtype: torch.dtype = BF16) -> None:
+    x, w = _ones(TOKENS, 1, heads, head_dim, dtype=dtype), _ones(head_dim, dtype=dtype)
+    cos, sin = torch.ones(2, TOKENS, 1, 1, head_dim // 2).unbind()
+    y, _ = norm_rotate(x, x[:0], 2 * [(w, TO_AUTOGRAD)], 1e-6, cos, sin, "triton")
+    _backward(y, x, w)
+
+
 def gate(width: int, dtype: torch.dtype = BF16) -> None:
     gate, up = _ones(TOKENS, width, dtype=dtype), _ones(TOKENS, width, dtype=dtype)
     _backward(swiglu(gate, up, "triton"), gate, up)
@@ -92,7 +101,9 @@ def experts(n: int, m: int, dtype: torch.dtype, beta: int) -> None:
 
 
 def rows(width: int, dtype: torch.dtype = BF16) -> None:
-    sum_rows(torch.ones(TOKENS, width, dtype=dtype), torch.arange(TOKENS), 8, "triton")
+    places = torch.arange(TOKENS)
+    y = sum_rows(torch.ones(TOKENS, width, dtype=dtype), places, 8, "triton")
+    spread_rows(y, places, places, 8, "triton")
 
 
 def loss(vocabulary: int, dtype: torch.dtype = BF16) -> None:
@@ -126,6 +137,7 @@ ANGLES = ("COS + angles", "SIN + angles")  # 64 numbers per token, read by more 
 # (four tokens). Threads then move 8 bytes of k at a time. k is only 1/17 or 1/9 of the bytes; q is
 # moved 16 bytes at a time.
 ONE_OF_K = (*ANGLES, "_turn_heads(k, k_out")
+HEAD = (*ANGLES, "W + ", "DW + program")  # and weights, of which there is one for all heads
 TAIL = ("mask=offsets < left", "left, False, SCALARS")  # a tensor's last block may end anywhere
 SQUARES = (*TAIL, "PARTIAL + start")  # and the partial sums, 8 bytes per block
 HASH = ("mask=offsets <", "TOTAL")  # the last block; one atomic addition per block
@@ -150,6 +162,7 @@ SPECIMENS = [
     *_each("rotary", rotary, (4, 1, 128, FP32), narrow=ANGLES),
     # 70 and 405 billion at tp 8
     *_each("rotary", rotary, (8, 1, 128), (16, 1, 128), narrow=ONE_OF_K),
+    *_each("norm and rotary", norm_and_rotary, (32, 128), (4, 128), (32, 128, FP32), narrow=HEAD),
     *_each("swiglu", gate, (14336,), (14336, FP32)),
     *_each("weighted_swiglu", weighted_gate, (14336,), (768,), (14336, FP32)),
     *_each("experts' weights", experts, *product([2048], [768], (FP32, BF16), (0, 1))),
@@ -168,6 +181,7 @@ OF_FLOAT16 = [
     *_each("rms_norm", norm, (4096, FP16)),
     *_each("add_rms_norm", norm_of_sum, (4096, FP16)),
     *_each("rotary", rotary, (32, 8, 128, FP16), narrow=ANGLES),
+    *_each("norm and rotary", norm_and_rotary, (32, 128, FP16), narrow=HEAD),
     *_each("swiglu", gate, (14336, FP16)),
     *_each("weighted_swiglu", weighted_gate, (768, FP16)),
     *_each("rows", rows, (2048, FP16)),
