@@ -149,8 +149,8 @@ class BaseRouter(Layer):
         if load is not None and torch.is_grad_enabled():
             losses = self.losses(logits, counts, load.global_sequences)
             self.kept.once(lambda: self.count(load, counts, losses))
-            if self.experts.has_router_losses:
-                weights = AddLoss.apply(weights, losses.sum(), load.loss_scale)
+            for loss in losses.values():
+                weights = AddLoss.apply(weights, loss, load.loss_scale)
         return Choice(experts, weights, counts), tokens
 
     @torch.no_grad()
@@ -158,28 +158,30 @@ class BaseRouter(Layer):
         """The experts that each token prefers [T, k], and the counts of each sequence [B, X]."""
         experts = self.preferences(logits).topk(self.k).indices
         # integers: a sum of ones in any order is the same, and larger than 256 in bfloat16 is not
-        of_sequence = torch.arange(sequences, device=experts.device).repeat_interleave(self.k)
-        cells = (experts.view(-1, sequences * self.k) + of_sequence * self.num_experts).flatten()
-        counts = experts.new_zeros(sequences * self.num_experts)
-        return experts, counts.scatter_add_(0, cells, torch.ones_like(cells)).view(sequences, -1)
+        of_sequences = experts.view(-1, sequences, self.k).transpose(0, 1).flatten(1)
+        counts = experts.new_zeros(sequences, self.num_experts)
+        return experts, counts.scatter_add_(1, of_sequences, torch.ones_like(of_sequences))
 
-    def losses(self, logits: Tensor, counts: Tensor, global_sequences: int) -> Tensor:
-        """The two losses of this rank's tokens, [2]."""
-        config, balance, z = self.experts, logits.new_zeros(()), logits.new_zeros(())
+    def losses(self, logits: Tensor, counts: Tensor, global_sequences: int) -> dict[int, Tensor]:
+        """The losses of this rank's tokens that are not 0 by the settings: by their places in
+        `Load.losses`, scalars."""
+        config, found = self.experts, dict[int, Tensor]()
         length = len(logits) // len(counts) * self.ep.parts  # S
         if config.router_aux_weight > 0:
             # of whole sequences: all-reduces of [B, X] over the ranks that share them
             of_all = self.kept.once(lambda: reduce(all_reduce, self.ep.sequence, counts))
-            f = of_all.to(logits.dtype) * (self.num_experts / (self.k * length))
-            p = self.probabilities(logits).unflatten(0, (-1, len(f))).sum(0) / length  # [B, X]
-            balance = config.router_aux_weight / global_sequences * (f * p).sum()
+            p = self.probabilities(logits).unflatten(0, (-1, len(counts))).sum(0)  # length · P
+            factor = config.router_aux_weight / global_sequences
+            factor *= self.num_experts / (self.k * length) / length  # of f, and of P
+            found[0] = factor * (of_all * p).sum()
         if config.router_z_weight:
             squares = logits.logsumexp(-1).square().sum()
-            z = config.router_z_weight / (global_sequences * length) * squares
-        return torch.stack([balance, z])
+            found[1] = config.router_z_weight / (global_sequences * length) * squares
+        return found
 
     @torch.no_grad()
-    def count(self, load: Load, counts: Tensor, losses: Tensor) -> None:
+    def count(self, load: Load, counts: Tensor, losses: dict[int, Tensor]) -> None:
         """Add to the load, once per micro-batch."""
         load.counts += counts.sum(0)
-        load.losses += losses.detach()
+        for place, loss in losses.items():
+            load.losses[place].add_(loss)

@@ -341,6 +341,7 @@ def test_operations_keep_the_library_contract(dtype):
         for name in ("gradients", "hash_bits", "update"):
             getattr(specimens, name)(dtype)
         specimens.rotary(2, 1, 8, dtype)
+        specimens.norm_and_rotary(2, 8, dtype)
         specimens.experts(16, 16, exact(dtype), 1)
         ends = torch.tensor([5, 5, 8], dtype=torch.int32)
         weight = torch.ones(3, 20, 16, dtype=dtype)  # rows of y with 40 bytes in bfloat16
