@@ -88,7 +88,8 @@ class Recorder(StorageWatch):
 
     def __init__(self, category_of: Callable[[Piece], str | None]) -> None:
         super().__init__(DEVICE)
-        self.category_of, self.of_unit = category_of, True
+        self.category_of = category_of
+        self.of_unit = True  # whether what the first phase does now is a part of its record
         self._phases: list[_Open] = []
         self._phase = -1  # −1: between phases
         self._pieces: dict[int, Piece] = {}  # the storages that are alive, by key
@@ -200,7 +201,8 @@ class Recorder(StorageWatch):
         if func.namespace == "c10d":
             return self._collective(func, args)
         result = func(*args, **kwargs)
-        if self._phase >= 0 and (event := event_of(func, args, kwargs, result)) is not None:
+        counts = self._phase > 0 or (self._phase == 0 and self.of_unit)
+        if counts and (event := event_of(func, args, kwargs, result)) is not None:
             self._phases[self._phase].events.append(event)
         return result
 

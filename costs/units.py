@@ -256,8 +256,8 @@ def _sum_gradients(stage: Transformer, sums: Sums | None) -> list[Place]:
 
 
 def _leave_out_positions(stage: Transformer, recorder: Recorder) -> None:
-    """Do not count what a stage of blocks allocates in forward outside of them: `position_bytes`
-    does."""
+    """Do not count what a stage of blocks does in forward outside of them, once for all: its memory
+    is `position_bytes`, and its time, some ten small operations, is in no plan."""
 
     def inside(is_inside: bool) -> None:
         recorder.of_unit = is_inside

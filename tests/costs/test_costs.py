@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from costs.as_on_gpu import DEVICE, AsOnGpu
-from costs.events import Attention, event_of, pairs
+from costs.events import Attention, Moved, event_of, pairs
 from costs.recorder import Recorder
 from costs.setting import Setting
 from costs.summary import flops_per_token, model_flops
@@ -61,6 +61,13 @@ def test_a_window_counts_what_it_sees() -> None:
     assert flops_per_token(model, LONG) == pytest.approx(expected)
     assert pairs(LONG, LONG, LONG, 0) == LONG**2 / 2
     assert pairs(1000, 1000, 10, 0) == pytest.approx(10_000, rel=0.01)
+
+
+def test_a_block_does_not_count_what_is_done_once_for_all_blocks() -> None:
+    """It begins with the norm of its input, which is read and written: not with the angles."""
+    forward = block(Setting(SMALL, LONG)).phases()["forward"].events
+    assert isinstance(forward[0], Moved)
+    assert forward[0].bytes > 2 * LONG * SMALL.dim * 2
 
 
 def test_tp_ranks_share_the_operations() -> None:
