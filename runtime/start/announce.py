@@ -54,8 +54,10 @@ def announce(run: Run, whole: Config, spares: dict[str, int]) -> None:
         about += [f"warning: no MFU: {error}"]
     about += [describe_attention(config, mesh.device)]
     value, advised = os.environ.get(CONNECTIONS), advised_connections(config.parallel)
-    if mesh.device == "cuda" and value != str(advised):  # of a site's module, for example
-        about += [f"warning: {CONNECTIONS} is {value}, as it was set; usually {advised} is faster"]
+    if mesh.device == "cuda" and value != str(advised):
+        why = "as it was set, by a site's module for example"
+        why = "chosen for data stage 0, or as it was set" if run.data_stage.number else why
+        about += [f"warning: {CONNECTIONS} is {value}, {why}; usually {advised} is faster"]
     begins = f"starting from {start.path or 'initial weights'} at step {start.step}"
     log("\n".join([*about, f"{begins}; run folder {folder}"]), sys.stdout)
     if whole.data_stages:

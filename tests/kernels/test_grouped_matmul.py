@@ -8,6 +8,9 @@ from torch import Tensor
 from model.kernels import grouped_matmul
 from model.kernels.grouped_matmul import SIDES, add_grouped_weight_gradient, grouped_mm
 from model.kernels.token_rows import spread_rows, sum_rows
+from model.matmul import GroupedMatmul, OneExpert
+from parallel.activation import PRODUCTS
+from tests.counting import Operators
 from tests.kernels.device import DEVICE, DTYPES, KERNELS, NEEDS_TRITON, randn
 
 N, M = 48, 32
@@ -102,6 +105,27 @@ def test_from_tokens_to_rows_and_back(tokens, k, width, kernels, dtype):
     assert_close(y, exact, dtype)
     spread = spread_rows(y, places.argsort(), places, k, kernels)
     assert torch.equal(spread[places].view(tokens, k, width), y.unsqueeze(1).expand(-1, k, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_rank_s_only_expert(dtype):
+    """Its products are those of groups. Selective checkpointing does not keep them, as it keeps no
+    grouped product: `down`'s is not needed again, and `kept` keeps the others."""
+    x, dy, _, ends = (t.to(DEVICE) for t in factors([9], dtype))
+    weight, into = randn(1, M, N, dtype=dtype), randn(9, N, dtype=dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    results = []
+    for products in (OneExpert(), GroupedMatmul(ends, "torch")):
+        with Operators() as seen:
+            results.append([products.forward(x, weight)])
+        assert not PRODUCTS & {*seen.found}
+        total = products.add_weight_gradient(dy, x, None, wide)
+        results[-1] += [
+            products.input_gradient(dy, weight), products.input_gradient(dy, weight, into.clone()),
+            products.weight_gradient(dy, x), products.add_weight_gradient(dy, x, total, wide),
+        ]  # fmt: skip
+    for found, exact in zip(*results, strict=True):
+        assert_close(found, exact.double(), exact.dtype)
 
 
 @pytest.mark.gpu
