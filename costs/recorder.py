@@ -201,7 +201,7 @@ class Recorder(StorageWatch):
         if func.namespace == "c10d":
             return self._collective(func, args)
         result = func(*args, **kwargs)
-        counts = self._phase > 0 or (self._phase == 0 and self.of_unit)
+        counts = self._phase >= (0 if self.of_unit else 1)
         if counts and (event := event_of(func, args, kwargs, result)) is not None:
             self._phases[self._phase].events.append(event)
         return result

@@ -10,7 +10,7 @@
     feed_forward/    kinds of feed-forward; router/: how a token chooses experts
     norm.py          RMSNorm
     matmul.py        the products of every linear layer
-    linear_cross_entropy.py   the head's projection and the loss, without all logits in memory
+    linear_cross_entropy.py   the head's projection and the loss, piece by piece
     positions.py     angles and masks of a micro-batch; documents.py: where its documents begin, and
                      which keys a part of a sequence sees
     initialise.py    initial weights

@@ -1,12 +1,12 @@
 """The head's projection onto the vocabulary and cross-entropy in one operation, piece by piece, so
-that the whole logits are never in memory.
+that at most 2 GiB of logits are in memory.
 
     for each piece of the tokens:
         x      ◄─ all-gather over tp ─ this rank's slices of the sequence         [n·tp, B, D]
         z      =  x · wᵀ                                                           [n·tp·B, V/tp]
         loss  ◄─ all-gather over tp ─ three numbers per token (cross_entropy.py)
         z      ←  gradient of the loss, over the logits
-        dw    +=  zᵀ · x                         in float32, if there are several pieces
+        dw    +=  zᵀ · x                         in float32
         dx     =  z · w ─ reduce-scatter over tp ─► this rank's slices             [n, B, D]
 
 The gradient of cross-entropy can be computed as soon as the normaliser is known. So forward
@@ -57,8 +57,8 @@ from parallel.weight_gradient import TO_AUTOGRAD, LinearProducts, WeightGradient
 
 # The size of one piece's logits. On a GPU it is large enough that reading and writing the float32
 # sum dw once per piece costs little in comparison, and that usual sequences are one piece (at
-# V = 128k and D = 4096, 8192 tokens, whose logits are as large as that sum, which a single piece
-# does without); on a CPU a piece fits into a core's cache.
+# V = 128k, 8192 tokens). Then, if micro-batches are not summed, dw needs no float32 sum, which at
+# D = 4096 is as large. On a CPU a piece fits into a core's cache.
 PIECE_BYTES = {"cuda": 1 << 31, "cpu": 1 << 22}
 
 

@@ -64,7 +64,7 @@ class OneExpert(Matmul):
     """`LinearProducts` of a rank's only expert, for weights [1, F, D]: all rows are its own."""
 
     def forward(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        # as into `out`: selective checkpointing would keep another product, which `kept` does
+        # written: selective checkpointing would keep what `mm` returns, as `kept` already does
         out = x.new_empty((len(x), weight.shape[1])) if out is None else out
         return super().forward(x, weight[0], out)
 

@@ -36,6 +36,7 @@ CHANGES: dict[str, list[Change]] = {
         ("len(logits) // len(counts) * self.ep.parts", "len(logits) // len(counts)", "parts"),
         ("reduce(all_reduce, self.ep.sequence, counts)",
          "reduce(all_reduce, self.ep.sequence[:1], counts)", "group"),
+        ("/ (self.k * length) / length", "/ (self.k * length)"),
         ("config.router_z_weight / (global_sequences * length)",
          "config.router_z_weight / global_sequences"),
     ],
@@ -43,6 +44,7 @@ CHANGES: dict[str, list[Change]] = {
         ("logits.sigmoid() + self.bias", "logits.sigmoid() - self.bias"),
     ],
     "model/kernels/attention.py": [("else window - 1, 0)", "else window, 0)")],
+    "model/kernels/norm_rotary.py": [("2, keep_dims=True) / (2 * HALF)", "2, keep_dims=True)")],
     "model/kernels/rms_norm.py": [
         ("functional.rms_norm(x.to(wide.dtype), (x.shape[-1],), wide, eps)",
          "functional.rms_norm(x.to(wide.dtype), (x.shape[-1],), wide)"),

@@ -107,10 +107,13 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def resident_programs(tensor: Tensor, num_warps: int) -> int:
-    """How many programs to launch if each works through many rows: about as many as the device runs
-    at once, which is 32 warps per multiprocessor at 64 registers per thread."""
-    return max(1, 32 // num_warps) * _multiprocessors(tensor.device)
+def programs_for(x: Tensor, rows: int, at_once: int, num_warps: int) -> tuple[int, int]:
+    """How many programs to launch if each works through many rows, and through how many: about as
+    many programs as the device runs at once, 32 warps per multiprocessor at 64 registers per
+    thread."""
+    resident = max(1, 32 // num_warps) * _multiprocessors(x.device)
+    rows_each = max(1, cdiv(cdiv(rows, at_once), resident)) * at_once
+    return cdiv(rows, rows_each), rows_each
 
 
 def rows_of(x: Tensor) -> Tensor:

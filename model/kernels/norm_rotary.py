@@ -7,8 +7,9 @@ Bytes per element of x in bfloat16: forward 4 (read x, write y), backward 6 (rea
 dx); as two operations 8 and 10. Added to that, for each token, are E float32 cosines and sines.
 rstd is not kept: backward computes it again from x. Nor is n ever rounded.
 
-A program has all heads of one token (or of several, if the heads are few). In backward it goes
-through many tokens, and keeps its part of the weight's gradient in registers until the end.
+q and k are a launch each. A program has all heads of one token (or of several, if the heads are
+few). In backward it goes through many tokens, and keeps its part of the weight's gradient in
+registers until the end.
 """
 
 from collections.abc import Iterable
@@ -23,14 +24,14 @@ from model.kernels.backend import (
     exact,
     jit,
     next_power_of_2,
-    resident_programs,
+    programs_for,
     rows_at_once,
     tl,
     use_triton,
     warps_for,
 )
 from model.kernels.rms_norm import rms_norm
-from model.kernels.rotary import readable, rotate
+from model.kernels.rotary import load_angles, readable, rotate, strides
 from parallel.weight_gradient import WeightGradient
 
 
@@ -101,9 +102,8 @@ def _forward(
     turns = (token < tokens) & (i < HALF)
     inside = turns & (head < heads)
     at = (token * heads + head) * (2 * HALF) + i
-    angles = token // batch * cos_stride_s + token % batch * cos_stride_b + i
-    cos = tl.load(COS + angles, mask=turns, other=0.0).to(ACC)
-    sin = tl.load(SIN + angles, mask=turns, other=0.0).to(ACC)
+    s, b = token // batch, token % batch
+    cos, sin = load_angles(COS, SIN, s, b, i, cos_stride_s, cos_stride_b, turns, ACC)
     a, b, _ = _normal(X, at, inside, EPS, HALF, ACC)
     a *= tl.load(W + i, mask=i < HALF, other=0.0).to(ACC)
     b *= tl.load(W + HALF + i, mask=i < HALF, other=0.0).to(ACC)
@@ -128,9 +128,7 @@ def _backward(
         turns = (token < tokens) & (i < HALF)
         inside = turns & (head < heads)
         s, b = token // batch, token % batch
-        angles = s * cos_stride_s + b * cos_stride_b + i
-        cos = tl.load(COS + angles, mask=turns, other=0.0).to(ACC)
-        sin = tl.load(SIN + angles, mask=turns, other=0.0).to(ACC)
+        cos, sin = load_angles(COS, SIN, s, b, i, cos_stride_s, cos_stride_b, turns, ACC)
         # attention's gradients may have heads S · E apart: the last may begin after 2³¹ elements
         there = s * dy_stride_s + b * dy_stride_b + head.to(tl.int64) * dy_stride_h + i
         turned_a = tl.load(DY + there, mask=inside, other=0.0).to(ACC)
@@ -149,7 +147,7 @@ def _backward(
     tl.store(DW + program * 2 * HALF + HALF + i, tl.sum(dwb, 0), mask=i < HALF)
 
 
-def _tile(x: Tensor, cos: Tensor, eps: float) -> tuple[int, int, dict[str, Any]]:
+def _tile(x: Tensor, eps: float) -> tuple[int, int, dict[str, Any]]:
     """The number of tokens, those of one tile, and what both kernels take last."""
     s, b, heads, width = x.shape
     padded, half = next_power_of_2(heads), next_power_of_2(width // 2)
@@ -160,18 +158,14 @@ def _tile(x: Tensor, cos: Tensor, eps: float) -> tuple[int, int, dict[str, Any]]
     }  # fmt: skip
 
 
-def _strides(cos: Tensor) -> tuple[int, int]:
-    return cos.stride(0), cos.stride(1) if cos.shape[1] > 1 else 0
-
-
 @torch.library.custom_op("lattice::norm_rotate", mutates_args=())
 def _norm_rotate(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
     y = x.new_empty(x.shape)
-    tokens, at_once, constants = _tile(x, cos, eps)
+    tokens, at_once, constants = _tile(x, eps)
     x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
     if tokens:
         _forward[(cdiv(tokens, at_once),)](
-            x, weight, y, cos, sin, tokens, x.shape[1], x.shape[2], *_strides(cos), **constants
+            x, weight, y, cos, sin, tokens, x.shape[1], x.shape[2], *strides(cos), **constants
         )
     return y
 
@@ -187,16 +181,14 @@ def _norm_rotate_backward(
 ) -> tuple[Tensor, Tensor]:
     """dx and dw. `wide`: dw is not rounded to the weight's dtype."""
     dx, dy = x.new_empty(x.shape), readable(dy)
-    tokens, at_once, constants = _tile(x, cos, eps)
+    tokens, at_once, constants = _tile(x, eps)
     x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
-    programs = resident_programs(x, constants["num_warps"])
-    tokens_each = max(1, cdiv(cdiv(tokens, at_once), programs)) * at_once
-    programs = cdiv(tokens, tokens_each)
+    programs, tokens_each = programs_for(x, tokens, at_once, constants["num_warps"])
     dw = x.new_empty((programs, x.shape[3]), dtype=exact(x.dtype))
     if tokens:
         _backward[(programs,)](
             dy, x, weight, dx, dw, cos, sin, tokens, tokens_each, x.shape[1], x.shape[2],
-            *dy.stride()[:3], *_strides(cos), **constants,
+            *dy.stride()[:3], *strides(cos), **constants,
         )  # fmt: skip
     dw = dw.sum(0)
     return dx, dw if wide else dw.to(weight.dtype)

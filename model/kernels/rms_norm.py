@@ -39,7 +39,7 @@ from model.kernels.backend import (
     exact,
     jit,
     next_power_of_2,
-    resident_programs,
+    programs_for,
     rows_at_once,
     rows_of,
     tl,
@@ -208,8 +208,7 @@ def _rms_norm_backward(
     block = next_power_of_2(width)
     at_once = rows_at_once(block)
     warps = warps_for(at_once * block)
-    rows_each = max(1, cdiv(cdiv(rows, at_once), resident_programs(s, warps))) * at_once
-    programs = cdiv(rows, rows_each)
+    programs, rows_each = programs_for(s, rows, at_once, warps)
     dw = s.new_empty((programs, width), dtype=exact(s.dtype))
     if rows:
         _backward[(programs,)](

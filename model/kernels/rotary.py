@@ -76,6 +76,20 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
 
 
 @jit
+def load_angles(COS, SIN, s, b, i, stride_s, stride_b, inside, ACC: tl.constexpr):
+    """The cosines and sines of tokens at s, b of [S, B]."""
+    angles = s * stride_s + b * stride_b + i
+    cos = tl.load(COS + angles, mask=inside, other=0.0).to(ACC)
+    sin = tl.load(SIN + angles, mask=inside, other=0.0).to(ACC)
+    return cos, sin
+
+
+def strides(cos: Tensor) -> tuple[int, int]:
+    """Of S and B, for `load_angles`."""
+    return cos.stride(0), cos.stride(1) if cos.shape[1] > 1 else 0
+
+
+@jit
 def _turn_heads(
     X, OUT, there, cos, sin, x_stride_h, out_stride_h, num_heads,
     HEADS: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr, PADDED: tl.constexpr,
@@ -110,9 +124,8 @@ def _rotate_kernel(
     there = token < tokens
     s, b = token // batch, token % batch
     i = tl.arange(0, PADDED)[None, None, :]
-    angles = s * cos_stride_s + b * cos_stride_b + i
-    cos = tl.load(COS + angles, mask=there & (i < HALF), other=0.0).to(ACC)
-    sin = tl.load(SIN + angles, mask=there & (i < HALF), other=0.0).to(ACC)
+    inside = there & (i < HALF)
+    cos, sin = load_angles(COS, SIN, s, b, i, cos_stride_s, cos_stride_b, inside, ACC)
     if BACK:
         sin = -sin
     q, q_out = Q + s * q_stride_s + b * q_stride_b, Q_OUT + s * q_out_stride_s + b * q_out_stride_b
@@ -133,8 +146,7 @@ def _launch(
     at_once = rows_at_once(2 * q_padded * padded)
     _rotate_kernel[(cdiv(tokens, at_once),)](
         q, k, q_out, k_out, cos, sin, tokens, q.shape[1], q_heads, k_heads,
-        cos.stride(0), cos.stride(1) if cos.shape[1] > 1 else 0,
-        *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3],
+        *strides(cos), *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3],
         BACK=back, TOKENS=at_once, Q_HEADS=q_padded, K_HEADS=k_padded, HALF=head_dim // 2,
         PADDED=padded,
         # as many threads as there are 16-byte accesses in the smaller tile (usually that of k);

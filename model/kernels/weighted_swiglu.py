@@ -43,12 +43,11 @@ class WeightedSwiGLU(torch.autograd.Function):
         gate, up, weights = ctx.saved_tensors
         if use_triton(gate, ctx.kernels):
             both, dweights = torch.ops.lattice.weighted_swiglu_backward(dy, gate, up, weights)
-        else:
-            dweights = (dy.to(weights.dtype) * swiglu(gate, up, ctx.kernels)).sum(1)
-            dh = (dy * weights.unsqueeze(1)).to(dy.dtype)
-            both = dh.new_empty((len(dh), 2 * dh.shape[1]))
-            write_gradients(dh, gate, up, *both.chunk(2, 1))
-        dgate, dup = both.chunk(2, 1)
+            return *both.chunk(2, 1), dweights, None
+        dweights = (dy.to(weights.dtype) * swiglu(gate, up, ctx.kernels)).sum(1)
+        dh = (dy * weights.unsqueeze(1)).to(dy.dtype)
+        dgate, dup = dh.new_empty((len(dh), 2 * dh.shape[1])).chunk(2, 1)
+        write_gradients(dh, gate, up, dgate, dup)
         return dgate, dup, dweights, None
 
 

@@ -149,8 +149,9 @@ class BaseRouter(Layer):
         if load is not None and torch.is_grad_enabled():
             losses = self.losses(logits, counts, load.global_sequences)
             self.kept.once(lambda: self.count(load, counts, losses))
-            for loss in losses.values():
-                weights = AddLoss.apply(weights, loss, load.loss_scale)
+            for loss in losses:
+                if loss is not None:
+                    weights = AddLoss.apply(weights, loss, load.loss_scale)
         return Choice(experts, weights, counts), tokens
 
     @torch.no_grad()
@@ -162,10 +163,9 @@ class BaseRouter(Layer):
         counts = experts.new_zeros(sequences, self.num_experts)
         return experts, counts.scatter_add_(1, of_sequences, torch.ones_like(of_sequences))
 
-    def losses(self, logits: Tensor, counts: Tensor, global_sequences: int) -> dict[int, Tensor]:
-        """The losses of this rank's tokens that are not 0 by the settings: by their places in
-        `Load.losses`, scalars."""
-        config, found = self.experts, dict[int, Tensor]()
+    def losses(self, logits: Tensor, counts: Tensor, global_sequences: int) -> list[Tensor | None]:
+        """The two losses of this rank's tokens, scalars; None: it is switched off."""
+        config, balance, z = self.experts, None, None
         length = len(logits) // len(counts) * self.ep.parts  # S
         if config.router_aux_weight > 0:
             # of whole sequences: all-reduces of [B, X] over the ranks that share them
@@ -173,15 +173,16 @@ class BaseRouter(Layer):
             p = self.probabilities(logits).unflatten(0, (-1, len(counts))).sum(0)  # length · P
             factor = config.router_aux_weight / global_sequences
             factor *= self.num_experts / (self.k * length) / length  # of f, and of P
-            found[0] = factor * (of_all * p).sum()
+            balance = factor * (of_all * p).sum()
         if config.router_z_weight:
             squares = logits.logsumexp(-1).square().sum()
-            found[1] = config.router_z_weight / (global_sequences * length) * squares
-        return found
+            z = config.router_z_weight / (global_sequences * length) * squares
+        return [balance, z]
 
     @torch.no_grad()
-    def count(self, load: Load, counts: Tensor, losses: dict[int, Tensor]) -> None:
+    def count(self, load: Load, counts: Tensor, losses: list[Tensor | None]) -> None:
         """Add to the load, once per micro-batch."""
         load.counts += counts.sum(0)
-        for place, loss in losses.items():
-            load.losses[place].add_(loss)
+        for total, loss in zip(load.losses, losses, strict=True):
+            if loss is not None:
+                total.add_(loss)

@@ -55,8 +55,8 @@ def announce(run: Run, whole: Config, spares: dict[str, int]) -> None:
     about += [describe_attention(config, mesh.device)]
     value, advised = os.environ.get(CONNECTIONS), advised_connections(config.parallel)
     if mesh.device == "cuda" and value != str(advised):
-        why = "as it was set, by a site's module for example"
-        why = "chosen for data stage 0, or as it was set" if run.data_stage.number else why
+        why = "chosen for data stage 0, or " if run.data_stage.number else ""
+        why += "as it was set"  # by a site's module, for example
         about += [f"warning: {CONNECTIONS} is {value}, {why}; usually {advised} is faster"]
     begins = f"starting from {start.path or 'initial weights'} at step {start.step}"
     log("\n".join([*about, f"{begins}; run folder {folder}"]), sys.stdout)
