@@ -292,6 +292,7 @@ class Examination(Listener):
 
     def went_back(self, run: Run, start: Start) -> None:
         self.steps.clear()
+        self.next_step = min(self.next_step, start.step + PAUSE)  # it may be of an undone step
 
     def _examine(self, run: Run, cause: str, suspect: Suspect) -> Verdict:
         with run.pause("examination"):

@@ -141,16 +141,34 @@ def test_the_verdict_on_each_suspicion(ranks, data, tmp_path):
         assert why in event["why"]
 
 
-@pytest.mark.parametrize(("scale", "is_examined"), [(2.0, False), (1.0, True)])
-def test_an_overflow_of_float16_is_not_examined(scale, is_examined):
-    """Not even after a bad step: the scale was too large, which is no fault of a machine."""
-    judge, overflow = Examination.__new__(Examination), (5.0, math.inf, 2.0, scale)
-    judge.steps, judge.norms, judge.next_step = deque(), deque([1.0]), 0
+def is_examined(judge: Examination, step: int, scale: float) -> bool:
+    """Whether `judge` examines a bad step whose gradient norm is infinite."""
     judge._examine = Mock(return_value=Verdict("transient", ""))
-    names = "loss", "grad_norm", "bad_in_a_row", "loss_scale"
-    found = SimpleNamespace(**dict(zip(names, map(torch.tensor, overflow), strict=True)))
-    judge.after_step(SimpleNamespace(batch=(), result=found, step_seconds=1.0, step=7))
-    assert judge._examine.called == is_examined
+    names, bad = ("loss", "grad_norm", "bad_in_a_row", "loss_scale"), (5.0, math.inf, 2.0, scale)
+    found = SimpleNamespace(**dict(zip(names, map(torch.tensor, bad), strict=True)))
+    judge.after_step(SimpleNamespace(batch=(), result=found, step_seconds=1.0, step=step))
+    return judge._examine.called
+
+
+@pytest.fixture
+def judge():
+    judge = Examination.__new__(Examination)
+    judge.steps, judge.norms, judge.next_step = deque(), deque([1.0]), 0
+    return judge
+
+
+def test_an_overflow_of_float16_is_not_examined(judge):
+    """Not even after a bad step: the scale was too large, which is no fault of a machine."""
+    assert not is_examined(judge, 7, scale=2.0)
+    assert is_examined(judge, 7, scale=1.0)
+
+
+def test_a_pause_ends_although_the_run_went_back(judge):
+    """100 steps after the step that it went back to, not after the undone step of the last
+    examination."""
+    judge.next_step = 1910 + examine.PAUSE
+    judge.went_back(SimpleNamespace(step=1000), SimpleNamespace(step=1000))
+    assert [is_examined(judge, step, scale=1.0) for step in (1099, 1100)] == [False, True]
 
 
 def verdicts_after_a_scale_grew() -> list[str]:

@@ -24,6 +24,7 @@ from runtime.monitor.prometheus import RunState, families
 from tests.runs import evaluations, losses, run, run_log_of, write_config
 from tools.report import __main__ as report
 from tools.report.charts import BINS, NARROW, Chart, charts, draw, picture_of_loss, thin
+from tools.report.page import newest
 from tools.report.run import read_run
 
 ADDRESS = "http://127.0.0.1:9/planted.png"
@@ -125,6 +126,11 @@ def test_a_run_that_has_hardly_begun(new, tmp_path):
     found = written(new, tmp_path / "page.html")
     for words in ("run: [", "running, or killed", "last line at 20"):
         assert words in found
+
+
+def test_a_loss_that_is_not_finite_is_shown(new):
+    log_steps(new, [{"loss": 2.5}, {"loss": float("nan")}])
+    assert newest(read_run(new)) == {"step": "2", "loss": "nan"}
 
 
 ODD = (None, True, -1, 1e308, 10**400, 1.5, float("nan"), float("inf"), "x", "\ud800", [], [1], {},

@@ -107,14 +107,21 @@ def test_what_a_run_measured():
     assert "best interval between saves: 10 steps (20.0 s)" in best
     assert took == "measured: a save 0.5 s, its writing 1.0 s, a start 6.0 s"
     assert len(report.goodput(events, 0.0)) == 2, "nothing fails"
+    for event in events:  # a GPU copies while the host goes on
+        event |= {"stall_seconds": 2.0} if "stall_seconds" in event else {}
+    _, best, took = report.goodput(events, rate)
+    assert "best interval between saves: 20 steps (40.0 s)" in best
+    assert "a save 2.0 s" in took
 
 
 def test_a_planned_stop_is_no_failure():
     start = {"event": "start", "time": 1.0, "began": 0.0, "step": 0, "world_size": 1}
     for state, failures in (("requeue", 0), ("failed", 1)):
         end = {"event": "end", "time": 2.0, "state": state, "step": 0}
-        for events in ([start, end], [start, end, start]):  # the last start may still train
-            assert report.goodput(events, 0.0)[0].endswith(f"; {failures} failures")
+        for ends in (1, 4):  # a start that ends before its first step has no `start`
+            for events in ([start, *[end] * ends], [start, *[end] * ends, start]):  # it may train
+                told, *_ = report.goodput(events, 0.0)
+                assert told.endswith(f"; {failures * ends} failures")
 
 
 def planned(gpus: int, *overrides: str) -> dict[str, Any]:

@@ -120,6 +120,7 @@ def test_a_world_that_not_every_tp_divides(monkeypatch: pytest.MonkeyPatch) -> N
         ("--search --imbalance 2", "--imbalance = 2.0: --search does not read it"),
         ("--imbalance 2", "--imbalance = 2.0: a rank receives"),
         ('--imbalance 2 data_stages=[{"from_step":1}]', "--data-stage = None: so uneven a"),
+        ('--tokens 1e9 data_stages=[{"from_step":1}]', "--data-stage = None: the time of"),
         ("--search parallel.dp_shard=2000000000", "must be at least 1 and"),
         # what no layout mends
         ("--search --gpus 8 model.num_heads=1 model.num_kv_heads=1 model.num_layers=1 "

@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--search", bool, None, "search all layouts, whatever CONFIG has")
     add("--imbalance", 1.0, "F", "the slowest rank's experts receive F times their share of rows")
     add("--guide", int, "N", "ZeRO's memory and traffic as guides count them")
-    add("--tokens", 0.0, "T", "tokens of the run")
+    add("--tokens", 0.0, "T", "tokens of the run, or of the data stage")
     add("--price", 0.0, "P", "price of one GPU for one hour")
     add("--json", Path, "FILE", "write all figures to FILE")
     options = parser.parse_intermixed_args(arguments)
@@ -87,9 +87,13 @@ def check_options(parser: CommandParser, options: argparse.Namespace, config: Co
                 option, told = f"--{name.replace('_', '-')}", getattr(value, "name", value)
                 raise UserError(option, told, f"--{mode} does not read it", "leave it out")
     at_least(0, tokens=options.tokens, price=options.price)
-    is_of_one = options.search or options.imbalance > 1
-    if is_of_one and config.data_stages and options.data_stage is None:
-        what = "a search" if options.search else "so uneven a load"
+    of_one = {
+        "a search": options.search,
+        "so uneven a load": options.imbalance > 1,
+        "the time of so many tokens": options.tokens,
+    }
+    what = next((what for what, is_given in of_one.items() if is_given), "")
+    if what and config.data_stages and options.data_stage is None:
         why = f"{what} is for one data stage, and each may have a layout of its own"
         raise UserError("--data-stage", None, why, f"give 0 to {len(config.data_stages)}")
 

@@ -68,7 +68,7 @@ def head(run: Run) -> tuple[str, str, list[str]]:
 def newest(run: Run) -> dict[str, str]:
     """Every number of metrics.jsonl, as last logged."""
     logged = (entry for record in run.records for entry in record.items())
-    numbers = {name: value for name, value in logged if is_number(value)}
+    numbers = {name: value for name, value in logged if is_number(value, finite=False)}
     shown = {n: f"{v:,}" if isinstance(v, int) else f"{v:,.6g}" for n, v in numbers.items()}
     if peak := numbers.get("peak_memory_bytes"):
         shown["peak_memory_bytes"] = f"{peak / 2**30:.2f} GiB"

@@ -73,8 +73,7 @@ def goodput(events: list[Event], failures_per_gpu_day: float) -> list[str]:
     saves = [event for event in tried if "failed" not in event]
     starts = [event for event in events if event["event"] == "start"]
     step_time, steps, at = 0.0, 0, 0
-    is_planned: bool | None = True  # whether the last start ended so; None: it has no end
-    failures = 0
+    failures, has_end = 0, True  # whether the last start has one
     for event in events:
         kind = event["event"]
         if kind == "spent":  # steps that are repeated count again
@@ -83,15 +82,16 @@ def goodput(events: list[Event], failures_per_gpu_day: float) -> list[str]:
         if kind in ("start", "rollback", "spent"):
             at = event["step"]
         if kind == "start":
-            failures, is_planned = failures + (not is_planned), None
-        elif kind == "end":
+            failures, has_end = failures + (not has_end), False
+        elif kind == "end":  # a start that failed before its first step has only this
             is_planned = event.get("state") in ("requeue", "finished")
-    failures += is_planned is False  # which no start follows
+            failures, has_end = failures + (not is_planned), True
     effective = seconds["steps"] / (sum(seconds.values()) or 1.0)
     lines, took = [f"effective training time {effective:.1%}; {failures} failures"], []
     if saves:
-        # what the ledger counts: the checks before a save, and the wait for the copy
-        cost = seconds["saving"] / len(tried)
+        # the ledger has the host's wait, with the checks; a GPU may copy for longer
+        stall = statistics.median(float(save["stall_seconds"]) for save in saves)
+        cost = max(seconds["saving"] / len(tried), stall)
         written = statistics.median(float(save["write_seconds"]) for save in saves)
         took += [f"a save {duration(cost)}", f"its writing {duration(written)}"]
         mtbf = mtbf_of(failures_per_gpu_day, starts[-1]["world_size"] if starts else 1)
