@@ -104,10 +104,11 @@ def _began_at(resume: str, lease: Lease) -> tuple[float, bool]:
     since. Called on rank 0."""
     if resume in ("auto", "none"):
         return (-1 if resume == "auto" else math.inf), True
-    begun, has_saved = math.inf, False
+    begun, has_saved, own = math.inf, False, lease.checkpoints.absolute()
     for event in read_events(lease.run_dir):
-        came_from = Path(str(event.get("checkpoint", "")))
-        if event["event"] == "start" and came_from.parent != lease.checkpoints.absolute():
+        # A name is in `own`. Other runs', and in older versions all, have absolute paths.
+        came_from = own / str(event.get("checkpoint", "/"))
+        if event["event"] == "start" and came_from.parent != own:
             is_that = Path(resume).absolute() in (came_from, *came_from.parents)
             begun, has_saved = event["step"] if is_that else math.inf, False
         has_saved |= event["event"] == "checkpoint" and "failed" not in event

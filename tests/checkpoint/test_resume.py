@@ -122,7 +122,7 @@ def test_what_is_not_loaded_shows_in_the_losses(ranks, before, tmp_path, what, r
 
 def test_a_run_that_begins_with_a_named_checkpoint_continues_itself(ranks, saved_experts, tmp_path):
     """A job's later starts have the same setting. They must neither be refused nor begin anew, also
-    if the folder had a damaged checkpoint of a run before."""
+    if the folder had a damaged checkpoint of a run before, or has been moved since."""
     first, other = runs.checkpoint_of(saved_experts, 2), tmp_path / "step-00000002"
     shutil.copytree(first, other)
     config = [str(saved_experts / "config.yaml"), *layout(ep=1), f"run.dir={tmp_path / 'run'}"]
@@ -130,8 +130,12 @@ def test_a_run_that_begins_with_a_named_checkpoint_continues_itself(ranks, saved
     for interval, steps in ("never", 3), ("never", 3), (1, 3), (1, 4):
         more = f"checkpoint.interval={interval}", f"train.steps={steps}"
         runs.run(ranks, 1, *config, f"checkpoint.resume={first}", *more)
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    more = "checkpoint.interval=never", "train.steps=5", f"run.dir={moved}"
+    runs.run(ranks, 1, *config, f"checkpoint.resume={first}", *more)
+    moved.rename(tmp_path / "run")
     events = read_events(tmp_path / "run")
-    assert [event["step"] for event in events if event["event"] == "start"] == [2, 2, 2, 3]
+    assert [event["step"] for event in events if event["event"] == "start"] == [2, 2, 2, 3, 4]
     (said,) = ranks.run(runs.train_run, 1, [*config, f"checkpoint.resume={other}"])
     assert "it holds step-00000004, which this run would not start from" in said
     for step in (3, 4):
