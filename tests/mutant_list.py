@@ -200,11 +200,11 @@ CHANGES: dict[str, list[Change]] = {
         ("        began = time.perf_counter()\n        self.wait()\n",
          "        began = time.perf_counter()\n", "wait"),
         ("            stall += max(self._agree(copied))\n", "", "finite"),
-        ("good=trainer.bad_in_a_row == 0", "good=True"),
+        ("() if parse_trainer(newest).bad_in_a_row else old", "old"),
         ("updates=int(self.train.optimizer.updates.item())", "updates=step"),
         ("        sync(partial)\n", "", "fsync"),
-        ("[: -keep.keep_last]", "[: -keep.keep_last - 1]"),
     ],
+    "runtime/checkpoint/folder.py": [("[:-keep_last]", "[: -keep_last - 1]")],
     "runtime/checkpoint/manifest.py": [
         ('hashlib.file_digest(file, "sha256")', "hashlib.sha256(file.read(1 << 20))", "hash"),
     ],

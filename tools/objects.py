@@ -24,7 +24,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 
 from errors import UserError
 from runtime.checkpoint.folder import MANIFEST, NAME, sync
-from runtime.checkpoint.manifest import Damaged, check_sizes, fingerprint, read_manifest
+from runtime.checkpoint.manifest import Damaged, fingerprint, read_manifest
 from runtime.checkpoint.verify import verify_checkpoint
 from runtime.output import log
 from tools.command import CommandParser, reports_errors, run_command
@@ -74,8 +74,7 @@ def read(store: DirFileSystem, path: str) -> bytes | None:
 def push(store: DirFileSystem, checkpoint: Path) -> str:
     """Copy a checkpoint to the store; return what was done. Raises Damaged if it is damaged here,
     or if the store does not hold what was written."""
-    manifest, name = read_manifest(checkpoint), checkpoint.absolute().name
-    check_sizes(checkpoint, manifest)
+    manifest, name = verify_checkpoint(checkpoint), checkpoint.absolute().name
     if not NAME.fullmatch(name):  # "" would be the store itself, which is then cleared
         why = "its name is not that of a checkpoint, by which it would be found again"
         raise UserError("FOLDER", str(checkpoint), why, "give a folder step-…")
@@ -110,11 +109,15 @@ def fetch(store: DirFileSystem, name: str, folder: Path) -> str:
     content, final = read(store, f"{name}/{MANIFEST}"), folder / name
     if content is None:
         raise Damaged(f"{name} in the store has no {MANIFEST}: it is incomplete")
-    if (final / MANIFEST).is_file() and (final / MANIFEST).read_bytes() == content:
-        return "was there already"
     if final.exists():
-        why, remedy = "is another checkpoint than the store's", "move it away"
-        raise UserError("FOLDER", str(final), why, remedy)
+        why = "is another checkpoint than the store's"
+        if (final / MANIFEST).is_file() and (final / MANIFEST).read_bytes() == content:
+            try:
+                verify_checkpoint(final)
+                return "was there already"
+            except Damaged as problem:
+                why = f"is damaged: {problem}"
+        raise UserError("FOLDER", str(final), why, "move it away")
     partial = folder / f"{name}{FETCHING}"
     if (partial / MANIFEST).is_file() and (partial / MANIFEST).read_bytes() != content:
         shutil.rmtree(partial)  # begun before the run saved this step again

@@ -30,6 +30,12 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in named_checkpoints(folder) if is_file(path / MANIFEST))
 
 
+def replaceable(folder: Path, keep_last: int, keep_every: int) -> list[Path]:
+    """Return the checkpoints that a run need not keep, oldest first."""
+    older = complete_checkpoints(folder)[:-keep_last]
+    return [path for path in older if not keep_every or step_of(path) % keep_every]
+
+
 def named_checkpoints(folder: Path) -> list[Path]:
     """Return what has the name of a checkpoint, complete or not."""
     return [folder / name for name in names_in(folder) if NAME.fullmatch(name)]

@@ -104,10 +104,11 @@ def _began_at(resume: str, lease: Lease) -> tuple[float, bool]:
     since. Called on rank 0."""
     if resume in ("auto", "none"):
         return (-1 if resume == "auto" else math.inf), True
-    begun, has_saved = math.inf, False
+    begun, has_saved, own = math.inf, False, lease.checkpoints.absolute()
     for event in read_events(lease.run_dir):
-        came_from = Path(str(event.get("checkpoint", "")))
-        if event["event"] == "start" and came_from.parent != lease.checkpoints.absolute():
+        # A name is in `own`. Other runs', and in older versions all, have absolute paths.
+        came_from = own / str(event.get("checkpoint", "/"))
+        if event["event"] == "start" and came_from.parent != own:
             is_that = Path(resume).absolute() in (came_from, *came_from.parents)
             begun, has_saved = event["step"] if is_that else math.inf, False
         has_saved |= event["event"] == "checkpoint" and "failed" not in event
@@ -144,16 +145,15 @@ def _named(folder: str, key: str) -> Path:
 def find_before(
     last_step: int, config: Config, data: Sequence[Mixture], begun: Start, lease: Lease
 ) -> Start | None:
-    """Find the checkpoint that a running run goes back to: the newest good one of its folder from
-    `last_step` or before, or the checkpoint that it was resumed from, if that is as early, and no
-    other is newer. If one is found, later checkpoints are put aside; if none is, None is
+    """Find the checkpoint that a running run goes back to: the newest good one that it has saved
+    up to `last_step`, or, without one, that of another run from which it was resumed, if that is
+    as early and still good. If one is found, later checkpoints are put aside; if none is, None is
     returned."""
     path = _newest_good(lease, last_step)
     is_older = path is None or step_of(path) < begun.step  # that of a run before, or there is none
-    if is_older and not begun.weights_only and begun.step <= last_step:
-        path = from_rank_0(
-            lambda: begun.path if begun.path and is_file(begun.path / MANIFEST) else path
-        )
+    source, own = None if begun.weights_only else begun.path, lease.checkpoints
+    if source and is_older and from_rank_0(lambda: source.absolute().parent != own.absolute()):
+        path = source if begun.step <= last_step and _is_good(source) else None
     if path is None:
         return None
 
@@ -224,15 +224,23 @@ def _newest_good(lease: Lease, last_step: float = math.inf) -> Path | None:
     for path in reversed(found):
         if step_of(path) > last_step:
             continue
-        try:
-            _check_undamaged(path)
+        if _is_good(path):
             return path
-        except Damaged as problem:
-            if dist.get_rank() == 0:
-                log(f"warning: {path} is damaged: {problem}. It is put aside and not used")
-                lease.put_aside(path, DAMAGED)
+        if dist.get_rank() == 0:
+            log(f"{path.name} is put aside as {lease.put_aside(path, DAMAGED).name}")
         dist.barrier()
     return None
+
+
+def _is_good(path: Path) -> bool:
+    """Whether a checkpoint is undamaged, the same on every rank. If not, rank 0 warns."""
+    try:
+        _check_undamaged(path)
+    except Damaged as problem:
+        if dist.get_rank() == 0:
+            log(f"warning: {path} is damaged: {problem}. It is not used")
+        return False
+    return True
 
 
 def require_good(path: Path, key: str) -> None:

@@ -42,7 +42,7 @@ from runtime.checkpoint.folder import (
     MANIFEST,
     complete_checkpoints,
     has_command,
-    step_of,
+    replaceable,
     sync,
 )
 from runtime.checkpoint.host_copies import host_copies
@@ -57,7 +57,7 @@ from runtime.checkpoint.manifest import (
     write_manifest,
 )
 from runtime.checkpoint.tensor_files import DTYPES, Piece, write_pieces
-from runtime.checkpoint.verify import check_whole, cover, random_point
+from runtime.checkpoint.verify import check_whole, cover, described, parse_trainer, random_point
 from runtime.device import device_thread, seconds_between, time_mark
 from runtime.files import write_durably
 from runtime.log.run_log import RunLog
@@ -273,6 +273,8 @@ class Saver:
     def _prepare(self, name: str) -> Path:
         """On rank 0, empty the work folder and make a folder `name` in it."""
         shutil.rmtree(self.lease.work, ignore_errors=True)
+        # what a save before could not delete, or was killed before it did: this one needs the room
+        self._try("older checkpoints stay", self._prune)
         partial = self.lease.make_work() / name
         partial.mkdir()
         return partial
@@ -311,21 +313,25 @@ class Saver:
         except (Damaged, OSError):
             self.lease.put_aside(final, DAMAGED)
             raise
-        self._tidy(final.name, good=trainer.bad_in_a_row == 0)
+        self._try("`latest` is left as it was", self.lease.name_latest)
+        self._try("older checkpoints stay", self._prune)
 
-    def _tidy(self, name: str, good: bool) -> None:
-        """On rank 0, name the newest checkpoint in `latest`, and, if it is `good`, let it replace
-        those beyond checkpoint.keep_last. If that fails, `name` is saved all the same."""
-        keep = self.train.config.checkpoint
+    def _try(self, otherwise: str, action: Callable[..., None], *given: Path) -> None:
+        """Do what may fail without the save."""
         try:
-            self.lease.name_latest()
-            # the one just saved is the newest (see `find_start`)
-            for old in complete_checkpoints(self.folder)[: -keep.keep_last] if good else ():
-                if not keep.keep_every or step_of(old) % keep.keep_every:
-                    self._delete(old)
+            action(*given)
         except Exception as error:
-            about = f"older checkpoints or `latest` are left as they were: {error}"
-            log(f"warning: {name} is saved, but {about}; the next save tries again", sys.stderr)
+            log(f"warning: {otherwise}: {error}; the next save tries again", sys.stderr)
+
+    def _prune(self) -> None:
+        """On rank 0, delete checkpoints beyond checkpoint.keep_last, if the newest can replace
+        them: it was saved after a good step, and a failed save has not left it incomplete."""
+        keep = self.train.config.checkpoint
+        if old := replaceable(self.folder, keep.keep_last, keep.keep_every):
+            newest = complete_checkpoints(self.folder)[-1]
+            described(newest)
+            for each in () if parse_trainer(newest).bad_in_a_row else old:
+                self._try(f"{each.name} is not deleted", self._delete, each)
 
     def _delete(self, old: Path) -> None:
         """On rank 0, delete a checkpoint unless checkpoint.after_commit runs for it; then a later

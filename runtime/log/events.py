@@ -2,8 +2,8 @@
 added, never changed.
 
     event       written when              content besides `event` and `time` (seconds since 1970)
-    start       a start begins            step, the `checkpoint` it resumes, world size, when rank 0
-                                          was started
+    start       a start begins            step, the `checkpoint` it resumes (of this run: its name),
+                                          world size, when rank 0 was started
     system      a start, or a data stage, versions, device, layout
                 begins
     started     … its first step is done  step, seconds by part (start/timing.py)

@@ -78,7 +78,8 @@ class RunLog:
         lines = self._end_previous()
         (self.folder / "status.json").unlink(missing_ok=True)
         began = time.time() - (time.monotonic() - signals.STARTED)
-        about = {"checkpoint": str(resumed.absolute())} if resumed else {}
+        own = f"{self.folder.absolute() / 'checkpoints'}/"  # only named: the folder may be moved
+        about = {"checkpoint": str(resumed.absolute()).removeprefix(own)} if resumed else {}
         self._start = self.event("start", began=began, step=step, world_size=world_size, **about)
         return lines
 

@@ -119,16 +119,14 @@ FAULTS = [  # where a save fails, at which step, with which error, from which ra
     ("cover", 6, errno.EIO, 0),
     ("write_durably", 8, errno.ENOSPC, 0),
     ("write_manifest", 10, errno.EROFS, 0),
-    ("_delete", 1, errno.EACCES, 0),  # once step 11 is saved
     ("fingerprint", 12, errno.ENOSPC, 1),
 ]
 
 
 def failing(where: str, step: int, error: int, first_rank: int) -> Any:
     """Calls of `where` for the checkpoint of `step` fail on `first_rank` and all ranks after it."""
-    owner = Saver if where == "_delete" else runtime.checkpoint.save
 
-    @planted(owner, where)
+    @planted(runtime.checkpoint.save, where)
     def fails(honest: Any, *given: object, **options: object) -> object:
         if dist.get_rank() >= first_rank and f"step-{step:08d}" in " ".join(map(str, given)):
             raise OSError(error, os.strerror(error))
@@ -178,11 +176,41 @@ def test_a_last_save_that_fails_is_no_success(spoilt):
     assert (status["state"], "step 12 was not saved" in status["reason"]) == ("failed", True)
 
 
-def test_a_checkpoint_that_cannot_be_deleted_fails_no_save(spoilt):
-    folder, _, lines = spoilt
-    assert all(runs.checkpoint_of(folder, step).exists() for step in (1, 11))
-    (line,) = (line for line in lines if "warning: step-00000011 is saved, but " in line)
-    assert os.strerror(errno.EACCES) in line
+def train_on_a_full_disk(arguments: list[str]) -> tuple[str, str]:
+    """While step 4 is there, nothing can be written. Step 2 cannot be deleted, nor step 7 named."""
+
+    @planted(runtime.checkpoint.save, "write_pieces")
+    def full(honest: Any, folder: Path, *given: Any) -> Any:
+        if (folder.parents[1] / "step-00000004").exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return honest(folder, *given)
+
+    @planted(Saver, "_delete")
+    def denied(honest: Any, saver: Saver, old: Path) -> None:
+        if old.name == "step-00000002":
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        honest(saver, old)
+
+    @planted(Lease, "name_latest")
+    def unnamed(honest: Any, lease: Lease) -> None:
+        if (lease.checkpoints / "step-00000007").exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        honest(lease)
+
+    with full(), denied(), unnamed():
+        return runs.heard(arguments)
+
+
+def test_a_save_makes_up_for_deletions_that_were_missed(ranks, saved, tmp_path):
+    """Of a killed start, or of one that kept more: before it writes, because it may need the room.
+    One that fails stops neither the others nor the save."""
+    config, checkpoints = runs.copy_of(saved, tmp_path)
+    more = ["parallel.tp=1", "parallel.pp=1", "train.steps=7", "checkpoint.keep_last=1"]
+    ((refusal, said),) = ranks.run(train_on_a_full_disk, 1, [config, *more])
+    assert refusal == ""
+    assert runs.names(checkpoints) == ["latest", "step-00000002", "step-00000007"]
+    assert f"step-00000002 is not deleted: [Errno 13] {os.strerror(errno.EACCES)}" in said
+    assert "`latest` is left as it was: " in said
 
 
 def saved_while_training(config_path: str) -> bool:

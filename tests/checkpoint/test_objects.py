@@ -12,6 +12,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 
 from runtime.checkpoint.folder import MANIFEST
 from runtime.checkpoint.manifest import Damaged, fingerprint, read_manifest, write_manifest
+from tests.data_samples import flip_a_bit
 from tests.runs import FIXTURE, contents, names
 from tools.objects import FETCHING, PARTIAL, complete, fetch, main, open_store, push
 
@@ -136,6 +137,10 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert (status, "every sha256 is right" in said) == (0, True)
     assert contents(tmp_path / "back" / NAME) == contents(FIXTURE)
     assert run("fetch", f"{store}/{NAME}", tmp_path / "back")[1].endswith("there already\n")
+    flip_a_bit(min((tmp_path / "back" / NAME).glob("*.safetensors")))
+    status, said = run("fetch", store, tmp_path / "back")
+    assert (status, "is damaged: its file" in said) == (2, True)
+    assert run("push", store, tmp_path / "back" / NAME)[0] == 1
     assert run("push", store, shutil.copytree(FIXTURE, tmp_path / "best"))[0] == 2
     (tmp_path / NAME).symlink_to(tmp_path / "best")
     assert run("push", store, tmp_path / NAME)[1].endswith("there already\n")

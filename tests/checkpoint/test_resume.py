@@ -16,7 +16,8 @@ from data.dataset import open_data
 from parallel.placement import local_region
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.load import load
-from runtime.checkpoint.manifest import read_manifest
+from runtime.checkpoint.manifest import MANIFEST, read_manifest
+from runtime.checkpoint.rollback import Rollback
 from runtime.checkpoint.save import Saver
 from runtime.checkpoint.verify import parse_trainer, verify_checkpoint
 from runtime.log.events import read_events
@@ -122,7 +123,7 @@ def test_what_is_not_loaded_shows_in_the_losses(ranks, before, tmp_path, what, r
 
 def test_a_run_that_begins_with_a_named_checkpoint_continues_itself(ranks, saved_experts, tmp_path):
     """A job's later starts have the same setting. They must neither be refused nor begin anew, also
-    if the folder had a damaged checkpoint of a run before."""
+    if the folder had a damaged checkpoint of a run before, or has been moved since."""
     first, other = runs.checkpoint_of(saved_experts, 2), tmp_path / "step-00000002"
     shutil.copytree(first, other)
     config = [str(saved_experts / "config.yaml"), *layout(ep=1), f"run.dir={tmp_path / 'run'}"]
@@ -130,8 +131,12 @@ def test_a_run_that_begins_with_a_named_checkpoint_continues_itself(ranks, saved
     for interval, steps in ("never", 3), ("never", 3), (1, 3), (1, 4):
         more = f"checkpoint.interval={interval}", f"train.steps={steps}"
         runs.run(ranks, 1, *config, f"checkpoint.resume={first}", *more)
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    more = "checkpoint.interval=never", "train.steps=5", f"run.dir={moved}"
+    runs.run(ranks, 1, *config, f"checkpoint.resume={first}", *more)
+    moved.rename(tmp_path / "run")
     events = read_events(tmp_path / "run")
-    assert [event["step"] for event in events if event["event"] == "start"] == [2, 2, 2, 3]
+    assert [event["step"] for event in events if event["event"] == "start"] == [2, 2, 2, 3, 4]
     (said,) = ranks.run(runs.train_run, 1, [*config, f"checkpoint.resume={other}"])
     assert "it holds step-00000004, which this run would not start from" in said
     for step in (3, 4):
@@ -150,6 +155,32 @@ def test_a_run_goes_back_to_the_checkpoint_it_began_with(ranks, saved_experts, t
     assert ranks.run(run_with_bad_steps, 1, [config, *more], 0, {1, 2}) == [""]
     (rollback,) = runs.events_of(tmp_path / "run", "rollback")
     assert rollback["step"] == 4
+
+
+def run_with_a_lost_source(arguments: list[str], lose: Callable[[Path], None], path: Path) -> str:
+    """Train with two bad steps; before the run goes back, its source `path` is lost."""
+
+    @planted(Rollback, "_go_back")
+    def lost(go_back: Callable[..., None], *given: object) -> None:
+        lose(path)
+        go_back(*given)
+
+    with lost():
+        return runs.said_by(run_with_bad_steps, arguments, 0, {1, 2})
+
+
+@pytest.mark.parametrize("lose", [flip_a_bit, Path.unlink])
+def test_a_run_does_not_go_back_to_a_source_that_was_lost(ranks, saved_experts, tmp_path, lose):
+    """It was verified at the start, but the other run may have deleted it since. What a run before
+    has left in this run's folder does not take its place."""
+    config, _ = runs.copy_of(saved_experts, tmp_path)
+    runs.forget_last(tmp_path)
+    source = shutil.copytree(runs.checkpoint_of(saved_experts, 4), tmp_path / "step-00000004")
+    file = max(source.glob("*.safetensors" if lose is flip_a_bit else MANIFEST))
+    more = [*layout(ep=1), f"checkpoint.resume={source}", "train.steps=7", "guard.max_bad_steps=2"]
+    (said,) = ranks.run(run_with_a_lost_source, 1, [config, *more], lose, file)
+    assert "there is no checkpoint to go back to" in said
+    assert runs.events_of(tmp_path / "run", "rollback") == []
 
 
 LOADS = [

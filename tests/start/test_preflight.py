@@ -26,7 +26,7 @@ from runtime.trainer_state import state_bytes
 from settings.load import load_config
 from tests import ROOT
 from tests.monitor.alert_helpers import free_port, wait_until
-from tests.runs import forked, status, write_config
+from tests.runs import FIXTURE, forked, status, write_config
 from tools.preflight import __main__ as command
 from tools.preflight import links, node
 from tools.preflight.__main__ import choose, odd_ones, slow_ones
@@ -302,7 +302,7 @@ def test_a_node_that_sends_nothing_has_failed(
 
 
 def test_what_a_killed_start_has_left_is_no_lack_of_space(data, tmp_path, monkeypatch):
-    """The next start deletes an unfinished checkpoint."""
+    """The next start deletes an unfinished checkpoint, and those beyond checkpoint.keep_last."""
     config = load_config(write_config(tmp_path, data, checkpoint={"interval": 2}), [])
     usage = SimpleNamespace(free=state_bytes(config) // 2)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
@@ -310,6 +310,11 @@ def test_what_a_killed_start_has_left_is_no_lack_of_space(data, tmp_path, monkey
     partial.mkdir(parents=True)
     (partial / "part").write_bytes(bytes(state_bytes(config)))
     report = {"problems": [], "warnings": []}
+    node._look_at_disk(config, report)
+    assert report["problems"] == []
+    for step in (2, 4, 6):
+        shutil.copytree(FIXTURE, partial.parents[1] / f"step-{step:08d}")
+    partial = partial.rename(partial.parents[1] / "step-00000002" / "0")
     node._look_at_disk(config, report)
     assert report["problems"] == []
     shutil.rmtree(partial)

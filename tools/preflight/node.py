@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint.folder import named_checkpoints
+from runtime.checkpoint.folder import named_checkpoints, replaceable
 from runtime.start.host import raise_open_files
 from runtime.trainer_state import state_bytes
 from settings.config import Config
@@ -130,17 +130,18 @@ def _look_at_disk(config: Config, report: dict[str, Any]) -> int:
     does not fit, and a warning if those kept plus the one being written do not fit."""
     folder = Path(config.run.dir).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
-    # what a start that was killed has left unfinished, the next one deletes (checkpoint/lease.py)
-    free = shutil.disk_usage(existing).free
-    for left in (folder / "checkpoints").glob("partial-*"):
+    # the next start deletes what a killed one has left unfinished, and what is beyond keep_last
+    free, saved, keep = shutil.disk_usage(existing).free, folder / "checkpoints", config.checkpoint
+    old = replaceable(saved, keep.keep_last, keep.keep_every)
+    for left in (*saved.glob("partial-*"), *old):
         for path, _, names in os.walk(left):  # passes over folders that have moved
             for name in names:
                 with contextlib.suppress(OSError):  # a run that still writes moves its files
                     free += os.path.getsize(os.path.join(path, name))
-    if config.checkpoint.interval == "never":
+    if keep.interval == "never":
         return free
-    one, kept = state_bytes(config), len(named_checkpoints(folder / "checkpoints"))
-    missing = max(config.checkpoint.keep_last + 1 - kept, 1) * one
+    one, kept = state_bytes(config), len(named_checkpoints(saved))
+    missing = max(keep.keep_last + 1 - kept, 1) * one
     has = f"{existing} has {free / 1e9:,.0f} GB free, but"
     if free < one:
         report["problems"].append(f"{has} a checkpoint needs {one / 1e9:,.0f}")
