@@ -30,29 +30,35 @@ def mean_of_blocks(setting: Setting, figure: Callable[[Unit], float]) -> float:
     return sum(figure(block) * number for block, number in kinds.items()) / kinds.total()
 
 
-def model_flops(of: Unit, whole_attention: bool = False) -> float:
+def model_flops(of: Unit, whole_attention: bool = False, document: float | None = None) -> float:
     """The floating-point operations of a unit for one micro-batch, forward and backward, on one tp
     and cp rank; a multiplication and an addition count as two.
 
     These are the operations that the model needs, not those that this code does (PaLM, appendix B):
     recomputation is left out, and attention's backward counts as two forwards. A causal mask counts
     as half of S × S, a window as the scores inside it; with `whole_attention` all of S × S counts,
-    as in Megatron-LM.
+    as in Megatron-LM. `document`: the mean over tokens of the length of their packed document, of
+    whose square half counts, or the window if that is less.
     """
     plain = unit(replace(of.setting, activation_checkpointing="none"), of.name)
     forward, backward = plain.phases()["forward"], plain.phases()["backward"]
-    attention = 3 * forward.attention_flops(whole_attention)
-    return forward.product_flops + backward.product_flops + attention
+    attention = forward.attention_flops(whole_attention)
+    if document is not None:
+        causal = forward.attention_flops(whole=True) / 2
+        attention = min(attention, causal * document / of.setting.seq_len)
+    return forward.product_flops + backward.product_flops + 3 * attention
 
 
 @lru_cache(maxsize=1024)
-def flops_per_token(model: ModelConfig, seq_len: int, whole_attention: bool = False) -> float:
+def flops_per_token(
+    model: ModelConfig, seq_len: int, whole_attention: bool = False, document: float | None = None
+) -> float:
     """`model_flops` of the whole model, per token; the same with every attention kernel, so that it
     is known where the wanted one cannot run. Only `math`, for heads whose size is no multiple of 8,
     also computes the scores that a mask hides, and they count."""
     setting = Setting(replace(model, attention_kernel="auto"), seq_len)
-    ends = sum(model_flops(unit(setting, name), whole_attention) for name in (EMBEDDING, HEAD))
-    block = mean_of_blocks(setting, lambda block: model_flops(block, whole_attention))
+    ends = sum(model_flops(unit(setting, name)) for name in (EMBEDDING, HEAD))
+    block = mean_of_blocks(setting, lambda block: model_flops(block, whole_attention, document))
     return (ends + model.num_layers * block) / seq_len
 
 

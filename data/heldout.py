@@ -39,11 +39,13 @@ def held_out(document_id: str, fraction: float) -> bool:
 
 def cut(text: str, fraction: float) -> int:
     """Returns the position where the held-out end of `text` begins: after (1 - fraction) of its
-    characters, moved back to the start of that line (else that word) if it lies within CUT_WITHIN.
-    Neither part is empty, unless the text has at most one character: it is then trained on."""
+    characters, moved back to the start of that line (else that word) if it lies within CUT_WITHIN
+    and at most twice as much is then held out. Neither part is empty, unless the text has at most
+    one character: it is then trained on."""
     at = max(len(text) - max(round(len(text) * fraction), 1), 1)
+    within = min(CUT_WITHIN, len(text) - at)
     for separator in ("\n", " "):
-        if found := text.rfind(separator, max(at - CUT_WITHIN, 0), at) + 1:
+        if found := text.rfind(separator, max(at - within, 0), at) + 1:
             return found
     return at
 

@@ -40,8 +40,8 @@ STDLIB_EXCLUDED = set(_NAMES.split())
 
 class Document(NamedTuple):
     """One document. Its id decides whether it is held out: the path of a text file, relative to the
-    source (of a glob: to the folder before its first wildcard); or the text of a row, so that equal
-    rows are always in the same split."""
+    source (of a glob: to the folder before its first wildcard; of files listed one by one: to their
+    common folder); or the text of a row, so that equal rows are always in the same split."""
 
     id: str
     text: str
@@ -92,9 +92,16 @@ def _of_sources(
         seen.add(identity)
         return True
 
+    # A shell may have listed files for a glob: those of one name must not have one id.
+    folders: list[str] = []
+    for source in sources:
+        with reading(Path(source)):
+            if is_file(Path(source)):
+                folders.append(os.path.dirname(os.path.abspath(source)))
+    common = Path(os.path.commonpath(folders) if folders else "")
     for source in sources:  # all are found before one is read
         with reading(Path(source)):
-            files, base = _files(source, Path(source), split, report)
+            files, base = _files(source, Path(source), common, split, report)
         if files is not None:
             new = [file for file in files if is_new(str(file), os.path.realpath(file))]
             streams.append(_of_files(new, base, Path(source).is_dir(), text_field, report))
@@ -104,9 +111,11 @@ def _of_sources(
         yield from stream
 
 
-def _files(source: str, path: Path, split: str, report: Report) -> tuple[list[Path] | None, Path]:
-    """The files of a source, in order, and the folder to which their names are relative. Returns
-    None for a data set on the hub."""
+def _files(
+    source: str, path: Path, common: Path, split: str, report: Report
+) -> tuple[list[Path] | None, Path]:
+    """The files of a source, in order, and the folder to which their names are relative: of a file,
+    `common`. Returns None for a data set on the hub."""
     if source == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [
@@ -119,10 +128,10 @@ def _files(source: str, path: Path, split: str, report: Report) -> tuple[list[Pa
         return sorted(files, key=lambda file: file.relative_to(root).as_posix()), root
     if path.is_dir():
         return files_of_folder(path, split, report), path
+    if is_file(path):
+        return [path], common
     fixed = itertools.takewhile(lambda part: not glob.has_magic(part), path.parts[:-1])
     base = Path(*fixed)  # below which the names of a glob's files differ
-    if is_file(path):
-        return [path], base
     is_glob = glob.has_magic(source)
     if is_glob and (files := files_of_glob(source, report)):
         return files, base
@@ -137,7 +146,7 @@ def _of_files(
     files: list[Path], base: Path, is_folder: bool, text_field: str, report: Report
 ) -> Iterator[Document]:
     for file in files:
-        name, used = file.relative_to(base).as_posix(), 0
+        name, used = Path(os.path.relpath(file, base)).as_posix(), 0
         try:
             if is_folder and kind(file) == ".json" and not _begins_as_table(file, text_field):
                 why = f"JSON, but its first lines have no text in column {text_field!r}"

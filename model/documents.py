@@ -75,6 +75,14 @@ def find_documents(
     return to_device(positions, device), documents
 
 
+def mean_length(tokens: Tensor, bos_id: int) -> float:
+    """The mean, over tokens [B, S] on the host, of the length of each one's document."""
+    begins = tokens == bos_id
+    begins[:, 0] = True
+    ends = functional.pad(begins.flatten().nonzero().flatten(), (0, 1), value=begins.numel())
+    return float(ends.diff().double().square().sum() / begins.numel())
+
+
 def _at_most(bounds: Tensor, length: int) -> int:
     """An upper bound of the differences of `bounds`: a power of two, at least a kernel's tile, or
     the length of the sequence. Flash attention launches blocks for this length for each document,

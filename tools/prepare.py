@@ -77,10 +77,10 @@ def main(arguments: list[str] | None = None) -> None:
             "was read" + (f", for example {before!r} became {after!r}" if before else "")
         )
     if "heldout" in index:
-        share = f"the last {100 * index['heldout_fraction']:.3g}% of each document's text"
+        train, heldout = (split["characters"] for split in index["splits"].values())
         print(
-            "there are too few documents to hold out whole ones, so "
-            f"{share} is held out for evaluation"
+            "there are too few documents to hold out whole ones, so the end of each is held out "
+            f"for evaluation: {100 * heldout / (train + heldout):.3g}% of the text"
         )
     tokens = sum(split["tokens"] for split in index["splits"].values())
     print(

@@ -13,6 +13,7 @@ from costs.parameters import num_parameters
 from costs.summary import flops_per_token
 from costs.units import CannotRecord
 from hardware import data_sheet_of
+from model.documents import mean_length
 from model.experts import Experts
 from parallel.mesh import Mesh
 from runtime.listener import Listener, Run
@@ -33,10 +34,11 @@ class Metrics(Listener):
 
     def __init__(self, config: Config, mesh: Mesh, start: Start) -> None:
         self.config, self.mesh, self.device = config, mesh, mesh.device
-        # of a device at its peak; None: not known, and mfu is null
-        self.possible: float | None = None
+        self.peak_flops: float | None = None  # of a device; None: not known, and mfu is null
         if self.device == "cuda" and dist.get_rank() == 0:  # it writes
-            self.possible = _possible_tokens_per_second(config)
+            self.peak_flops = _peak_flops(config)
+        # with data.document_mask: of this rank's rows (`mean_length`), of each step since the log
+        self.documents: list[float] = []
         self.skipped_updates = start.step - start.state.updates
         model = config.model
         self.load = LoadStatistics(model, mesh.device) if model.has_experts else None
@@ -56,6 +58,8 @@ class Metrics(Listener):
         run.step_seconds = None
         ledger.step_done(run.waited_seconds)
         train, result = self.config.train, run.result
+        if run.train.bos_id is not None:
+            self.documents.append(mean_length(run.batch[0], run.train.bos_id))
         if self.load is not None and result.loads is not None:
             self.load.add(result.loads)
         if result.largest_logit is not None:
@@ -69,12 +73,19 @@ class Metrics(Listener):
         made = result.updates.to(self.device)
         scalars = [result.loss, result.grad_norm, made, result.bad_in_a_row, result.loss_scale]
         scalars += [peak // ranks, peak % ranks]  # each is exact in float64
+        if self.documents:
+            mean = sum(self.documents) / len(self.documents) / ranks
+            lengths = torch.full((), mean, dtype=torch.float64, device=self.device)
+            dist.all_reduce(lengths)  # [], over the world: the mean over all rows
+            scalars.append(lengths)
         if self.largest_logit is not None:
             scalars.append(self.largest_logit)
         measured = torch.stack([s.double() for s in scalars])
         # waits until the step is done
         numbers, of_experts = self._read(measured, result)
-        loss, grad_norm, updates, bad, scale, peak_memory, peak_rank, *logit = numbers
+        loss, grad_norm, updates, bad, scale, peak_memory, peak_rank, *more = numbers
+        document = more.pop(0) if self.documents else None
+        self.documents.clear()
         self._say_skipped(run, step - int(updates), loss, grad_norm)
         run.logged_bad_in_a_row = int(bad)
         seconds, data_seconds = ledger.step_seconds()
@@ -89,14 +100,14 @@ class Metrics(Listener):
             "tokens": run.tokens,
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_device": per_device,
-            "mfu": per_device / self.possible if self.possible else None,
+            "mfu": self._mfu(per_device, document),
             "step_seconds": seconds,
             "data_seconds": data_seconds,
             "peak_memory_bytes": int(peak_memory),
             "peak_memory_rank": int(peak_rank),  # the last of those that have it
             "skipped_updates": self.skipped_updates,
             **({"loss_scale": scale} if train.dtype == "float16" else {}),
-            **({"largest_logit": logit[0]} if logit else {}),
+            **({"largest_logit": more[0]} if more else {}),
             **of_experts,
             **run.noted,
         }
@@ -117,6 +128,14 @@ class Metrics(Listener):
         losses |= {"router_z_loss": z_loss} if experts.router_z_weight else {}
         return numbers, losses | self.load.record(figures)
 
+    def _mfu(self, tokens_per_second: float, document: float | None) -> float | None:
+        """Of a device. `document`: the mean length of a token's document, with the mask."""
+        if self.peak_flops is None:
+            return None
+        model, seq_len = self.config.model, self.config.train.seq_len
+        flops = flops_per_token(model, seq_len, document=document)
+        return tokens_per_second * flops / self.peak_flops
+
     def _say_skipped(self, run: Run, skipped: int, loss: float, grad_norm: float) -> None:
         more, self.skipped_updates = skipped - self.skipped_updates, skipped
         if not more:
@@ -133,6 +152,7 @@ class Metrics(Listener):
         """Let the trackers drop the lines after `start`: those steps come again."""
         self.skipped_updates = start.step - start.state.updates
         self.largest_logit = None
+        self.documents.clear()
         if self.load is not None:
             self.load.take()  # and forget: those steps come again
         if self.trackers is not None:
@@ -182,13 +202,12 @@ def peak_memory_bytes(device: str) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # in KiB on Linux
 
 
-def _possible_tokens_per_second(config: Config) -> float | None:
-    """At this GPU's peak of dense bfloat16; None if no data sheet of it is known, or the costs of a
+def _peak_flops(config: Config) -> float | None:
+    """This GPU's peak of dense bfloat16; None if no data sheet of it is known, or the costs of a
     layer cannot be recorded."""
     sheet = data_sheet_of(torch.cuda.get_device_name())
-    if sheet is None:
-        return None
     try:
-        return sheet.peak_flops / flops_per_token(config.model, config.train.seq_len)
+        flops_per_token(config.model, config.train.seq_len)
     except CannotRecord:
         return None
+    return sheet.peak_flops if sheet else None

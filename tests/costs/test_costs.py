@@ -63,6 +63,14 @@ def test_a_window_counts_what_it_sees() -> None:
     assert pairs(1000, 1000, 10, 0) == pytest.approx(10_000, rel=0.01)
 
 
+@pytest.mark.parametrize("kind", ["swiglu", "windows"])
+def test_packed_documents_count_what_they_see(kind: str) -> None:
+    """As sequences of their length do; a document need not be longer than the window."""
+    for length in (64, LONG):
+        alone = flops_per_token(KINDS[kind], length)
+        assert flops_per_token(KINDS[kind], LONG, document=length) == pytest.approx(alone)
+
+
 def test_a_block_does_not_count_what_is_done_once_for_all_blocks() -> None:
     """It begins with the norm of its input, which is read and written: not with the angles."""
     forward = block(Setting(SMALL, LONG)).phases()["forward"].events

@@ -82,7 +82,7 @@ def test_a_source_without_text_is_refused_for_its_own_reason(tmp_path, files, wh
     assert refusal(write(tmp_path, files)).why.startswith(why)
 
 
-def test_a_glob_reads_each_file_once_and_names_folders(tmp_path: Path) -> None:
+def test_a_glob_reads_each_file_once_and_names_folders(tmp_path: Path, monkeypatch) -> None:
     """Files of one name have ids of their own."""
     write(tmp_path, {"a/x.txt": "a", "b/x.txt": "b", "c.txt": "c", "d.unknown": "d"})
     texts, left_out = read(f"{tmp_path}/*")
@@ -91,6 +91,9 @@ def test_a_glob_reads_each_file_once_and_names_folders(tmp_path: Path) -> None:
     assert read(f"{tmp_path}/**/**/*.txt")[0] == ["a", "b", "c"]
     for pattern in ("*/x.txt", "**/x.txt"):
         assert [each.id for each in documents(f"{tmp_path}/{pattern}")] == ["a/x.txt", "b/x.txt"]
+    monkeypatch.chdir(tmp_path)
+    expanded = ["a/x.txt", f"{tmp_path}/b/x.txt"]  # by a shell
+    assert [each.id for each in documents(expanded)] == ["a/x.txt", "b/x.txt"]
     assert [each.id for each in documents(f"{tmp_path}/a/*.txt")] == ["x.txt"]
     assert "matches no file that can be read" in refusal(f"{tmp_path}/[ab]").why
 

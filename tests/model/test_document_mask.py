@@ -7,14 +7,17 @@ kernels (flash.py) replace its kernels, here and in test_context_flash.py.
 
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import training.step
+from costs.summary import flops_per_token
 from data.config import DataConfig
 from data.dataset import open_data
+from data.loader import BatchLoader
 from errors import UserError
 from model.documents import find_documents
 from model.initialise import initialise
@@ -25,7 +28,10 @@ from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from proofs.parity.cases import BOS, Case
 from proofs.parity.run import check
-from tests.data_samples import prepared, tokenizer
+from runtime.metrics.metrics import Metrics
+from settings.load import load_config
+from tests import runs
+from tests.data_samples import prepared, tokenizer, write
 from tests.kernels.flash import flash_attention_stands_in
 from tests.planted import planted
 
@@ -194,3 +200,49 @@ def test_data_without_bos_is_refused(tmp_path: Path, bos_id: int | None):
         open_data(config, "train")
     assert "data.document_mask=false" in str(refusal.value)
     open_data(DataConfig(path=str(data)), "train")  # without the mask no bos is needed
+
+
+# --- mfu ------------------------------------------------------------------------------------------
+
+
+PEAK = 1e12  # FLOP/s, of a device
+
+
+def train_with_peak(arguments: list[str]) -> str:
+    begins = Metrics.begins
+
+    def knows_peak(self, run):
+        self.peak_flops = PEAK
+        begins(self, run)
+
+    with patch.object(Metrics, "begins", knows_peak):
+        return runs.train_run(arguments)
+
+
+def test_mfu_counts_attention_inside_documents(ranks, tmp_path):
+    """Of the rows of all ranks, in all steps since the last logged one."""
+    short = [json.dumps({"text": "word " * (i % 30)}) for i in range(200)]
+    write(tmp_path, {"short.jsonl": "\n".join(short)})
+    data = prepared(tmp_path / "data", str(tmp_path / "short.jsonl"), heldout_fraction=0.0)
+    sections = {"data": {"document_mask": True}, "run": {"log_interval": 2}}
+    train = {"steps": 3, "eval_interval": 0}
+    path = runs.write_config(tmp_path, data, train=train, **sections)
+    assert ranks.run(train_with_peak, 2, [path]) == [""] * 2
+    config = load_config(path, [])
+    loader = BatchLoader(
+        open_data(config.data, "train"),
+        seq_len=32, global_batch_size=8, seed=config.train.seed, dp_rank=0, dp_size=1,
+    )  # fmt: skip
+    flops = []  # per token, of each step
+    for _ in range(3):
+        lengths = [end - begin for each in next(loader)[0] for begin, end in documents_of(each)]
+        mean = sum(length**2 for length in lengths) / sum(lengths)
+        flops.append(flops_per_token(config.model, 32, document=mean))
+    loader.close()
+    assert max(flops) < flops_per_token(config.model, 32)
+    first, second = (
+        line["mfu"] * PEAK / line["tokens_per_second_per_device"]
+        for line in runs.metrics_of(tmp_path)
+    )
+    assert first == pytest.approx((flops[0] + flops[1]) / 2, rel=1e-12)
+    assert second == pytest.approx(flops[2], rel=1e-12)
