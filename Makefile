@@ -93,7 +93,6 @@ parity: $(runtime)
 	OMP_NUM_THREADS=1 $(PYTHON) -m proofs.parity $(ARGS)
 
 bench: $(dev) prepared/laptop/index.json
-	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.train_cpu
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.experts --loss
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.optimizers
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_accuracy

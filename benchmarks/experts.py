@@ -1,20 +1,10 @@
-"""Compares a mixture of experts with a dense model and with Hugging Face's Mixtral: `python -m
-benchmarks.experts`
+"""Compares a mixture of experts with a dense model: `python -m benchmarks.experts`
 
 configs/laptop_moe.yaml and configs/laptop.yaml compute each token with equally many weights, on the
 same tokens; the router is the only addition.
 
-CPU seconds per token. Programs train in one process with one thread, in float32, and take turns,
-step by step:
-
-- experts and dense: the two configurations;
-- experts as Mixtral: the first with Mixtral's router, which has neither bias, scale nor loss;
-- Mixtral: `transformers`' MixtralForCausalLM with the same weights (eager PyTorch, SDPA, fused
-  AdamW, the same micro-batches), once with its loop over experts and once with torch's grouped_mm,
-  its default. Its first loss must be that of "experts as Mixtral".
-
-The first two are also compared as `make train` runs them, in eight processes, in turns of a few
-steps.
+CPU seconds per token: both train in one process with one thread, in float32, and take turns, step
+by step.
 
 With --loss, which takes minutes: the loss on held-out text after the last step, in nats per token,
 for several seeds, from which initial weights and the order of the data are drawn. Each run is one
@@ -23,56 +13,37 @@ experts that changes a few choices, after which the runs diverge, so the loss of
 by some hundredths, much more than a dense model's.
 """
 
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.compare import ROOT, alternate, cpu_seconds_of, parser, ratio, write
-from benchmarks.train_cpu import ALONE, build, our_step, plain_step, random_batches, start
+from benchmarks.compare import ROOT, parser, write
 from costs.parameters import num_active_parameters, num_parameters
 from model.experts import Experts
+from proofs.parity.run import make_step
 from runtime.log.log_lines import read_records
 from runtime.start.init import init_distributed
+from settings.checks import validate
 from settings.config import Config
 from settings.load import load_config
 from tools.command import run_command
-from tools.huggingface.config import CONFIG, config_json, parameters
 from training.step import TrainStep
 
 CONFIGS = {"dense": "configs/laptop.yaml", "experts": "configs/laptop_moe.yaml"}
+ALONE = ["parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=1"]
 ONE_PROCESS = {"dense": ALONE, "experts": [*ALONE, "parallel.ep=1"]}
-AS_MIXTRAL = [
-    "model.router=softmax_renormalised",
-    "model.experts.router_scale=1.0",
-    "model.sigmoid_bias=null",
-    "model.experts.router_aux_weight=0.0",
-]
-# how Mixtral computes its experts → the name of that in transformers
-MIXTRAL = {"Mixtral, loop": "eager", "Mixtral, grouped_mm": "grouped_mm"}
-# result → the programs whose times are divided
-RATIOS = {
-    "experts_over_dense": ("experts", "dense"),
-    "as_mixtral_over_mixtral_loop": ("experts as Mixtral", "Mixtral, loop"),
-    "as_mixtral_over_mixtral_grouped_mm": ("experts as Mixtral", "Mixtral, grouped_mm"),
-}
-STEPS = 6  # of a turn in eight processes
-SAME = 1e-5  # relative difference of two losses in float32
 SEEDS = (0, 1, 2)
-
-Step = Callable[[int, Tensor], float]  # (number of the step, rows [B, S + 1]) → loss
 
 
 # --- both runs do the same work ---
@@ -99,76 +70,41 @@ def same_work(dense: Config, experts: Config) -> bool:
 
 
 def ours(name: str, *overrides: str) -> TrainStep:
-    return build(read(name, *ONE_PROCESS[name], *overrides))
+    config = read(name, *ONE_PROCESS[name], *overrides)
+    validate(config, 1)
+    return make_step(config)
 
 
-def mixtral(train: TrainStep, implementation: str) -> Any:
-    """transformers' model with the weights of `train`."""
-    from transformers import AutoModelForCausalLM
-
-    weights = {each.name: each.sharded.to_local() for each in train.weights}
-    config, tensors = train.config, {}
-    for each in parameters(config.model):
-        weight = weights[each.ours]
-        tensors[each.theirs] = (weight if each.expert is None else weight[each.expert]).clone()
-    content = config_json(config.model, dtype="float32", max_length=config.train.seq_len)
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / CONFIG).write_text(json.dumps(content))
-        save_file(tensors, Path(folder) / "model.safetensors", {"format": "pt"})
-        return AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            attn_implementation="sdpa",
-            experts_implementation=implementation,
-        )
-
-
-def programs(*overrides: str) -> tuple[Config, dict[str, Step]]:
-    """All programs. Those that must compute the same begin with the same weights."""
-    train = ours("experts", *overrides, *AS_MIXTRAL)
-    return train.config, {
-        "dense": our_step(ours("dense", *overrides)),
-        "experts": our_step(ours("experts", *overrides)),
-        "experts as Mixtral": our_step(train),
-        **{name: plain_step(train.config, mixtral(train, how)) for name, how in MIXTRAL.items()},
-    }
-
-
-def first_losses(steps: dict[str, Step], rows: Tensor) -> dict[str, float]:
-    """The loss of each program at its first step. Mixtral's must be ours."""
-    losses = {name: step(0, rows) for name, step in steps.items()}
-    for name in MIXTRAL:
-        assert abs(losses[name] / losses["experts as Mixtral"] - 1) < SAME, losses
-    return losses
+def random_batches(config: Config, count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    vocab_size, train = config.model.vocab_size, config.train
+    shape = train.global_batch_size, train.seq_len + 1
+    return [torch.randint(vocab_size, shape, generator=generator) for _ in range(count)]
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    config, steps = programs()
-    first, *batches = random_batches(config, rounds + 2)
-    first_losses(steps, first)
-
-    def turns(step: Step) -> Callable[[], float]:
-        numbered = iter(enumerate(batches, 1))
-        return lambda: cpu_seconds_of(lambda: step(*next(numbered)))
-
-    times = alternate({name: turns(step) for name, step in steps.items()}, rounds + 1)
-    times = {name: found[1:] for name, found in times.items()}  # the first warmed up
+    """CPU seconds, and their ratio within a round. Every second round goes backwards, so that
+    neither always runs just after the other."""
+    trains = {name: ours(name) for name in CONFIGS}
+    config = trains["dense"].config
     tokens = config.train.global_batch_size * config.train.seq_len
+    times: dict[str, list[float]] = {name: [] for name in trains}
+    for number, rows in enumerate(random_batches(config, rounds + 1)):
+        for name in list(trains)[:: -1 if number % 2 else 1]:
+            began = process_time()
+            trains[name](number, rows[:, :-1], rows[:, 1:])
+            times[name].append((process_time() - began) / tokens)
+    times = {name: found[1:] for name, found in times.items()}  # the first warmed up
+    ratios = [one / other for one, other in zip(times["experts"], times["dense"], strict=True)]
     return {
         "rounds": rounds,
-        "cpu_seconds_per_token": {
-            name: statistics.median(found) / tokens for name, found in times.items()
+        "cpu_seconds_per_token": {name: statistics.median(found) for name, found in times.items()},
+        "experts_over_dense": {
+            "median": statistics.median(ratios),
+            "min": min(ratios),
+            "max": max(ratios),
         },
-        "ratios": {key: ratio(times[one], times[other]) for key, (one, other) in RATIOS.items()},
     }
-
-
-def measure_3d(rounds: int) -> dict[str, float]:
-    """Experts over dense, in eight processes."""
-    runs = {name: partial(start, "ours", [path], STEPS) for name, path in CONFIGS.items()}
-    found = alternate(runs, rounds)
-    cpu = {name: [each["cpu_seconds_per_token"] for each in found[name]] for name in found}
-    return ratio(cpu["experts"], cpu["dense"])
 
 
 # --- held-out loss ---
@@ -210,19 +146,16 @@ def measure_loss() -> dict[str, Any]:
 
 
 def main() -> None:
-    options = parser("experts", __doc__, rounds=15)
-    options.add_argument("--rounds-3d", type=int, default=5, help="0: not in eight processes")
+    options = parser("experts", __doc__)
     options.add_argument("--loss", action="store_true", help="compare held-out losses, too")
     chosen = options.parse_args()
     torch.set_num_threads(1)
     init_distributed(store=dist.HashStore())
     results = measure(chosen.rounds)
     dist.destroy_process_group()
-    if chosen.rounds_3d:
-        results["eight_processes_experts_over_dense"] = measure_3d(chosen.rounds_3d)
     if chosen.loss:
         results["heldout_loss"] = measure_loss()
-    write(chosen.json, results, "transformers")
+    write(chosen.json, results)
 
 
 if __name__ == "__main__":

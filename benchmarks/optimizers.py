@@ -6,7 +6,7 @@ is the best of the same grid on one seed; with it, three seeds are trained.
 
 - steps: until the held-out loss (nats per token) is at most the worst of AdamW's three last ones;
   null: never.
-- update: CPU seconds of Muon's update over AdamW's, which take turns, and the share in a step.
+- update: its share of the CPU seconds of a step.
 
 What this does not show: what a larger model, a longer run or a larger batch gains; decay, betas and
 momentum that are tuned too; a layout in which matrices travel; a GPU.
@@ -19,18 +19,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from benchmarks.compare import alternate, cpu_seconds_of, parser, ratio, write
-from benchmarks.experts import CONFIGS, SEEDS, ours, train_alone
-from benchmarks.train_cpu import random_batches
+from benchmarks.compare import parser, write
+from benchmarks.experts import CONFIGS, SEEDS, ours, random_batches, train_alone
 from runtime.start.init import init_distributed
 from tools.command import run_command
-from training.step import TrainStep
 
 OPTIMIZERS = ("adamw", "muon")
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
@@ -92,31 +90,21 @@ def compare(
     }
 
 
-def updates(name: str, rounds: int) -> dict[str, Any]:
-    """CPU seconds of Muon's update over AdamW's, and the share of each in a step."""
-
-    def step(train: TrainStep) -> tuple[float, float]:
-        (rows,) = random_batches(train.config, 1)
-        norms: list[Tensor] = []
-        before = cpu_seconds_of(
-            lambda: norms.append(train.forward_backward(rows[:, :-1], rows[:, 1:])[1])
-        )
-        update = cpu_seconds_of(lambda: train.optimizer.step(1e-3, norms[0], 1.0))
-        return update, update / (before + update)
-
-    trains = {each: ours(name, f"optimizer.name={each}", *SHORT) for each in OPTIMIZERS}
-    steps = {each: partial(step, train) for each, train in trains.items()}
-    found = alternate(steps, rounds + 1)
-    seconds, shares = (
-        {each: [row[i] for row in rows[1:]] for each, rows in found.items()}  # the first warmed up
-        for i in range(2)
-    )
-    of_step = {each: statistics.median(found) for each, found in shares.items()}
-    return {"muon_over_adamw": ratio(seconds["muon"], seconds["adamw"]), "share_of_step": of_step}
+def update_share(name: str, optimizer: str, rounds: int) -> float:
+    """The update's share of the CPU seconds of a step."""
+    train, shares = ours(name, f"optimizer.name={optimizer}", *SHORT), []
+    for rows in random_batches(train.config, rounds + 1):
+        began = process_time()
+        _, norm = train.forward_backward(rows[:, :-1], rows[:, 1:])
+        before_update = process_time()
+        train.optimizer.step(1e-3, norm, 1.0)
+        ended = process_time()
+        shares.append((ended - before_update) / (ended - began))
+    return statistics.median(shares[1:])  # the first warmed up
 
 
 def main() -> None:
-    options = parser("optimizers", __doc__, rounds=15)
+    options = parser("optimizers", __doc__)
     options.option("--steps", 100, "N", "of a run")
     options.option("--rates", len(RATES), "N", "how many learning rates are tried")
     chosen = options.parse_args()
@@ -125,7 +113,10 @@ def main() -> None:
         train = partial(heldout_losses, Path(folder), chosen.steps)
         found = {name: compare(name, train, RATES[: chosen.rates], pool) for name in CONFIGS}
     init_distributed(store=dist.HashStore())
-    update = {name: updates(name, chosen.rounds) for name in CONFIGS}
+    update = {
+        name: {each: update_share(name, each, chosen.rounds) for each in OPTIMIZERS}
+        for name in CONFIGS
+    }
     dist.destroy_process_group()
     write(chosen.json, {"steps": chosen.steps, "heldout": found, "update": update})
 
