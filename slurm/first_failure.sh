@@ -17,10 +17,17 @@ set -euo pipefail
 logs=$1
 job_log=$(readlink --canonicalize "$2")
 
+# The lines have no year. In a start that has logged in December, January is of the next one.
+december=''
+if grep -qs '^[A-Z]12[0-3][0-9] ' "$logs"/*.log; then december=yes; fi
+
 failures=$(
   for log in "$logs"/*.log; do
-    awk -v node="$(basename "$log" .log)" '
-      { time = substr($1, 2) " " $2 }                     # E1121 19:07:48.823000: month, day, time
+    awk -v node="$(basename "$log" .log)" -v december="$december" '
+      {                                                   # E1121 19:07:48.823000: month, day, time
+        year = december && substr($1, 2, 2) < "07"
+        time = year " " substr($1, 2) " " $2
+      }
       match($0, /restart_count=[0-9]+/) {
         print time, "-"
         attempt = substr($0, RSTART + 14, RLENGTH - 14) # the restarts that this node has caused
@@ -34,12 +41,12 @@ failures=$(
         print noticed ? noticed : time, node, first_rank + word[5], word[5], word[3], attempt
         noticed = ""
       }' "$log"
-  done | sort | awk '$3 == "-" { begins = 1; next } begins { print try++, $0; begins = 0 }'
+  done | sort | awk '$4 == "-" { begins = 1; next } begins { print try++, $0; begins = 0 }'
 )
 if [ -z "$failures" ]; then exit 0; fi
 
 say() {
-  while read -r try day time node rank local_rank code attempt; do
+  while read -r try _ day time node rank local_rank code attempt; do
     how="with status $code"
     if [ "$code" -lt 0 ]; then how="by SIG$(kill -l "${code#-}")"; fi
     words=$(compgen -G "$logs/$node/*/attempt_$attempt/$local_rank/stderr.log" ||

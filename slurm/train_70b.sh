@@ -176,6 +176,12 @@ on_nodes() {
     exec "$@"' "$@"
 }
 
+# A step's standard output also has what a site's TaskProlog prints, and SLURM_LABELIO adds to each
+# line. So `"${marked[@]}" COMMAND…` marks what the command prints, and `unmarked` passes only that.
+# shellcheck disable=SC2016 # the node expands it
+marked=(bash -o pipefail -c '"$@" | sed "s/^/lattice answers: /"' marked)
+unmarked() { sed -n 's/^.*lattice answers: //p'; }
+
 # Tell a person that the job gives up, if run.on_event says how: no rank is left that could.
 alarm() {
   "${here[@]}" "$python" -m tools.alarm "Slurm job $SLURM_JOB_ID.$restart $1" "${arguments[@]}" ||
@@ -202,9 +208,10 @@ source slurm/environment.sh # the preflight measures the network that training w
 # status 2: the configuration is refused. A new try would not help, so neither is requeued.
 status=0
 answer=$(on_nodes --kill-on-bad-exit=0 --time=$((preflight_seconds / 60 + 3)) -- \
-  "$python" -m tools.preflight --meet "$first_node:$((port - 10000))" --node-names "$nodes" \
+  "${marked[@]}" "$python" -m tools.preflight \
+  --meet "$first_node:$((port - 10000))" --node-names "$nodes" \
   --device "$device" --ranks-per-node "$gpus_per_node" --spare-nodes "$spare_nodes" \
-  ${min_nodes:+--min-nodes "$min_nodes"} --seconds "$preflight_seconds" "$@") || status=$?
+  ${min_nodes:+--min-nodes "$min_nodes"} --seconds "$preflight_seconds" "$@" | unmarked) || status=$?
 if [ -n "$terminated" ]; then exit 143; fi
 if [ -z "$answer" ]; then
   say "the preflight failed (status $status): training does not start"
@@ -222,14 +229,15 @@ num_nodes=$(echo "$nodes" | tr ',' '\n' | wc --lines)
 # has stopped it.
 go_on() {
   local answer next
-  answer=$(timeout --kill-after 2 "${limit:-60}" "${here[@]}" "$python" -m tools.slurm_next "$logs" \
-    "$@") || {
+  answer=$(timeout --kill-after 2 "${limit:-60}" "${here[@]}" "${marked[@]}" \
+    "$python" -m tools.slurm_next "$logs" "$@" | unmarked) || answer=''
+  if [ -z "$answer" ]; then
     answer="${1:-0} requeue: tools.slurm_next does not say what is next"
     if [ -n "${1:-}" ] && [ "$run_dir/status.json" -nt "$logs/nodes" ] &&
       grep -qE '"state": "finished"|the file STOP was found' "$run_dir/status.json"; then
       answer="0 stopped: the run has finished, or a user has stopped it"
     fi
-  }
+  fi
   read -r status next < <(echo "$answer")
   say "$next"
   case $next in
@@ -281,7 +289,7 @@ if [ -n "$min_nodes" ]; then
   # torch 2.13: after the number of nodes has changed, agents would look for a store that is gone
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 fi
-for node in ${nodes//,/ }; do touch "$logs/$node.log"; done
+for node in ${nodes//,/ }; do touch "$logs/$node.log" || true; done # the quota of files
 
 status=0
 NODE_LOGS=$logs on_nodes --nodes="$num_nodes" --ntasks="$num_nodes" --nodelist="$nodes" \

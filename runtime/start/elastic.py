@@ -22,10 +22,10 @@ may be a spare, or on a node that dies. The order is the launcher's, with exclud
                any rank (exit.py)              `refused`
     left       spares                          how many know; then rank 0, and its store, may exit
 
-A spare uses no GPU and hardly any CPU. It exits with status 0 when the run has ended, or when it is
-signalled; with 2 when the start was refused. It does not exit before, because torchrun's agent
-would then leave the rendezvous, and the node could not replace another. If the store, which rank 0
-holds, is gone or does not answer for LOST_SECONDS, it exits with status 1.
+A spare uses no GPU and hardly any CPU. It exits with status 0 when the run has ended, or on a
+signal other than SIGUSR1; with 2 when the start was refused. It does not exit before, because
+torchrun's agent would then leave the rendezvous, and the node could not replace another. If the
+store, which rank 0 holds, is gone or does not answer for LOST_SECONDS, it exits with status 1.
 
 When a node returns, each node's agent sends SIGTERM to its ranks, within about a second of each
 other; all ranks save and stop together (stop.py). A rank whose agent has not sent it yet waits for
@@ -229,7 +229,9 @@ def _wait_as_spare(store: dist.Store, signals: Signals) -> None:
     signals.hush()
     view = _View(store)
     view.start()
-    while view.is_alive() and not signals.heard:
+    # The job script sends USR1 to spares, too. Those that train save first, which may take longer
+    # than agents wait for each other, and this one's may hold the launcher's store.
+    while view.is_alive() and not signals.heard.keys() - {signal.SIGUSR1}:
         view.join(0.2)
         if time.monotonic() - view.answered > LOST_SECONDS:
             sys.exit(f"a spare saw no sign of life of rank 0 for {LOST_SECONDS:.0f} s")

@@ -57,15 +57,21 @@ def init_distributed(signals: Signals | None = None, store: dist.Store | None = 
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     processes = local_world(world_size)
     gpus = torch.cuda.device_count()
-    if gpus and device == "cpu":  # the CPU must not take over: ranks with GPUs would wait for it
-        why = f"CUDA does not work here, but there are {gpus} GPUs"
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    # A node that has lost its GPUs since the start before sees none, but has the driver's module.
+    # Without restarts it may be a laptop or a login node that can use none: it trains on the CPU.
+    lost = restarts and torch.version.cuda and os.path.exists("/proc/driver/nvidia/version")
+    lost = lost and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    if device == "cpu" and (gpus or lost):  # the CPU must not take over: others would wait for it
+        there = f"there are {gpus} GPUs" if gpus else "NVIDIA's driver is loaded"
+        why = f"CUDA does not work here, but {there}"
         sys.exit(f"rank {rank}: {why}; to train on the CPU, set CUDA_VISIBLE_DEVICES=")
     if device == "cuda":
         why = f"this process sees {gpus} GPUs, numbered from 0"
         try:
             gpu = check_number("LOCAL_RANK", 0, gpus - 1, why) or 0
         except UserError as error:
-            if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+            if not restarts:
                 raise
             # The start before may have had this GPU, which has then failed. That is no mistake of
             # the user's, for which the job would end. (The count of restarts does not tell: an

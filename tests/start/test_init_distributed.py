@@ -196,3 +196,21 @@ def test_a_gpu_that_was_lost_is_no_mistake_of_the_user(environment, works, rank,
     environment.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
     with pytest.raises(raised, match="7 GPUs"):
         init.init_distributed(store=dist.HashStore())
+
+
+def test_no_gpu_is_left_but_the_driver(environment):
+    """A node has lost all its GPUs between two starts. One without restarts, or whose GPUs a person
+    has hidden, trains on the CPU."""
+    environment.setattr(torch.cuda, "is_available", lambda: False)
+    environment.setattr(torch.cuda, "device_count", lambda: 0)
+    environment.setattr(torch.version, "cuda", "13.0")
+    environment.setattr(os.path, "exists", lambda path: path == "/proc/driver/nvidia/version")
+    environment.setattr(init, "share_cores", Mock(side_effect=InterruptedError))  # goes on
+    environment.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for restarts, raised in (("0", InterruptedError), ("3", SystemExit)):
+        environment.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+        with pytest.raises(raised, match=r"driver is loaded.*set CUDA_VISIBLE_DEVICES=|^$"):
+            init.init_distributed(store=dist.HashStore())
+    environment.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(InterruptedError):
+        init.init_distributed(store=dist.HashStore())

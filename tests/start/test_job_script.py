@@ -27,10 +27,11 @@ PROGRAMS = {
         *) eval "$TRAINING" ;;
         esac""",
     # unless it exports all, a step gets Slurm's variables only (here also those of these programs)
-    "srun": 'echo "$@" >>steps; '
+    "srun": '[ "$1" != --help ] || exec echo "${PYXIS:-}"; echo "$@" >>steps; '
     '[ "${SLURM_EXPORT_ENV:-ALL}" = ALL ] || for name in $(compgen -e); do '
     '[[ $name = @(SLURM*|PATH|PYTHON*|TRAINING) ]] || unset "$name"; done; '
-    'while [ $# -gt 0 ] && [[ $1 != @(bash|apptainer) ]]; do shift; done; exec "$@"',
+    "while [ $# -gt 0 ] && [[ $1 != @(bash|apptainer) ]]; do shift; done; "
+    'eval "${PROLOG:-}"; exec "$@"',
     "apptainer": '[ "$1 $2 $3 $5 $7" = "exec --nv --bind --pwd tiny.sif" ] && exec "${@:8}"',
     "scontrol": '[ "$1" != show ] || exec echo n3; echo "$@" >>calls; exit ${REQUEUE:-0}',
     "squeue": '[ "$2" != --steps ] || exec echo 7.0; eval "${SQUEUE:-false}"',
@@ -188,6 +189,23 @@ def test_what_a_step_gets(job):
     assert job.read("step") == f"{logs}/STOP {logs}/n3 22\n"
 
 
+def test_what_else_a_step_prints_is_no_answer(job):
+    """A TaskProlog's lines, and SLURM_LABELIO's numbers; with pyxis, tools.slurm_next is a step."""
+    site = {"PROLOG": 'echo loads cuda; exec > >(sed "s/^/0: /")'}
+    assert job.ends(FINISH, PREFLIGHT="exit 1", **site) == 1
+    assert "7.0 ends: the preflight failed (status 1)" in job.read("alarms")
+    pyxis = {"PYXIS": "--container-image", "CONTAINER_IMAGE": "tiny.sqsh"}
+    assert job.ends(FINISH, **site, **pyxis) == 0
+    assert "] finished\n" in job.read("log")
+    assert (job.folder / "run" / "logs" / "7.0" / "n3.log").exists()
+
+
+def test_a_log_that_cannot_be_created_ends_no_start(job):
+    (job.folder / "full").write_text("touch() { return 1; }")
+    assert job.ends(FINISH, BASH_ENV=str(job.folder / "full")) == 0
+    assert "] finished\n" in job.read("log")
+
+
 def test_the_log_has_every_node(job):
     """Also if there are more nodes than Slurm lets the script open files at first."""
     (job.folder / "few").write_text("unset BASH_ENV; ulimit -Sn 64")
@@ -212,6 +230,17 @@ def test_every_try_has_its_first_failure(tmp_path):
     command = ["bash", str(ROOT / "slurm/first_failure.sh"), str(tmp_path), "/dev/null"]
     told = subprocess.check_output(command, text=True)
     assert re.findall(r"try (\d): rank (\d) on (n\d)", told) == [("0", "0", "n1"), ("1", "1", "n2")]
+
+
+def test_a_start_that_goes_on_into_the_next_year(tmp_path):
+    for rank, (node, failed) in enumerate({"n1": "0102", "n2": "0101"}.items()):
+        (tmp_path / f"{node}.log").write_text(
+            f"I1231 23:00:00.0   restart_count=0\n  global_ranks=[{rank}]\n"
+            f"E{failed} 01:00:00.0 failed (exitcode: -9) local_rank: 0\n"
+        )
+    command = ["bash", str(ROOT / "slurm/first_failure.sh"), str(tmp_path), "/dev/null"]
+    told = subprocess.check_output(command, text=True)
+    assert re.findall(r"try 0: rank 1 on n2 ended by SIGKILL, (0101) ", told) == ["0101"]
 
 
 REFUSED = (2, "refused: and the next start would be, too")

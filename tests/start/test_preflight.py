@@ -237,6 +237,31 @@ def test_what_stands_in_a_nodes_way_is_said(data, tmp_path, monkeypatch):
     assert [*report["code"]] == ["train.py"]
 
 
+@pytest.mark.parametrize(("lost", "gone"), [(0, "data/index.json"), (2, "mount/runs")])
+def test_a_node_without_a_mount_is_left_out(tmp_path, monkeypatch, capsys, lost, gone):
+    """Also if it is the first node, which then does not read the data. The mount point is there."""
+    run = {"dir": str(tmp_path / "mount" / "runs" / "new")}
+    config = load_config(write_config(tmp_path, tmp_path / "data", run=run), [])
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "index.json").touch()
+    (tmp_path / "mount" / "runs").mkdir(parents=True)
+    reports = {n: node.look_at_node(f"n{n}", config, "cpu", 1, 1) for n in range(3)}
+    (tmp_path / gone).rename(tmp_path / "gone")
+    reports[lost] = node.look_at_node(f"n{lost}", config, "cpu", 1, 1)
+    opened: list[object] = []
+    monkeypatch.setattr(command, "open_data_stages", opened.append)
+    meeting = command.Meeting("127.0.0.1:0", 0, 3, time.monotonic() + 60)
+    meeting.deadline = time.monotonic()
+    for number in (1, 2):
+        meeting.write(f"report/{number}", reports[number])
+    options = SimpleNamespace(seconds=0, node_names="", ranks_per_node=1, spare_nodes=1)
+    command.lead(meeting, reports[0], options, config, range(1))
+    assert json.loads(meeting.store.get("members"))[0] == [n for n in range(3) if n != lost]
+    why = f"FAILED   n{lost}: other folders than most nodes: {tmp_path / gone}"
+    assert why in capsys.readouterr().err
+    assert bool(opened) == (lost != 0)
+
+
 @pytest.mark.thorough  # tests/settings/test_refusals.py tests the errors themselves
 def test_data_that_training_would_refuse(tmp_path):
     (code, answer, report), other = preflight(tmp_path, tmp_path / "none", 2)
@@ -277,7 +302,7 @@ def test_a_node_that_sends_nothing_has_failed(
     exclude(tmp_path / "run", "n1", "slow since step 7")
     meeting = command.Meeting("127.0.0.1:0", 0, 5, time.monotonic() + 60)
     meeting.deadline = time.monotonic()  # so that it waits for nothing that is missing
-    report = {"gpus": "8", "code": {}, "packages": {}, "free_bytes": 1}
+    report = {"gpus": "8", "code": {}, "packages": {}, "folders": {}, "free_bytes": 1}
     report |= {"problems": [], "warnings": []}
     for number in (1, 2, 3):
         meeting.write(f"report/{number}", report | {"name": f"n{number}"})

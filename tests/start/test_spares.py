@@ -138,6 +138,18 @@ def test_a_spare_does_not_outlive_rank_0(check, asked, status):
         elastic._wait_as_spare(store, signalled(asked))
 
 
+def test_a_spare_stays_for_the_save(monkeypatch):
+    """After USR1, which the job script sends to every step."""
+    monkeypatch.setattr(elastic, "LOOK_SECONDS", 0.05)
+    store, signals = dist.HashStore(), signalled(False)
+    signals.heard[signal.SIGUSR1] = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        spare = pool.submit(elastic._wait_as_spare, store, signals)
+        assert not wait([spare], 0.5).done
+        store.set("leave", "ended")
+        assert spare.exception(10).code == 0
+
+
 class Agents(contextlib.AbstractContextManager):
     """Two torchrun agents of one rank each, on this machine: n1 on an excluded node, and n0. n1
     comes first, so its rank is the launcher's rank 0, which decides and then is the spare."""

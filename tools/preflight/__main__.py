@@ -7,9 +7,9 @@ a minute:
 Each node inspects itself (node.py) and reports to the first one. The nodes that are fit measure
 their links (links.py), and the first node compares the results and decides:
 
-    failed    a GPU is missing, in use, or reports errors; there is no space for a checkpoint; code
-              or packages differ from those of most nodes; the node did not report in time, or its
-              ranks could not communicate
+    failed    a GPU is missing, in use, or reports errors; there is no space for a checkpoint; code,
+              packages, or the folders of data and run that exist, differ from those of most
+              nodes; the node did not report in time, or its ranks could not communicate
     excluded  an earlier start found that the node is slow or computes wrongly (excluded.json)
     slow      a link is below three quarters of the job's median
     warned    space is scarce, the GPUs differ, an address can be reached from outside
@@ -99,13 +99,14 @@ def lead(
     """What the first node does: gather the reports, say which nodes measure, gather the results of
     their ranks, and decide. Returns the exit status."""
     started = meeting.deadline - options.seconds
-    open_data_stages(config)  # the shared disk is checked by this node only
-    check_writable(config)
     others, halfway = range(1, meeting.num_nodes), started + options.seconds / 2
     reports: dict[int, Report] = {0: report, **meeting.gather("report", others, halfway)}
-    for what in ("code", "packages"):
+    for what in ("code", "packages", "folders"):
         for odd, names in odd_ones(reports, what).items():
             reports[odd]["problems"].append(f"other {what} than most nodes: {names}")
+    if 0 not in odd_ones(reports, "folders"):  # else it is left out, and the others have the data
+        open_data_stages(config)  # the shared disk is checked by this node only
+    check_writable(config)
     members = [node for node, found in reports.items() if not found["problems"]]
     until = meeting.deadline - 2
     meeting.write("members", [members, until - time.monotonic()])

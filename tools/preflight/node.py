@@ -19,6 +19,7 @@ from runtime.checkpoint.folder import named_checkpoints, replaceable
 from runtime.start.host import raise_open_files
 from runtime.trainer_state import state_bytes
 from settings.config import Config
+from settings.data_stages import data_stages
 
 ROOT = Path(__file__).parent.parent.parent
 SMI_SECONDS = 15  # time limit, because a faulty GPU can make nvidia-smi wait forever
@@ -31,8 +32,8 @@ def look_at_node(
     name: str, config: Config, device: str, ranks_per_node: int, world_size: int
 ) -> dict[str, Any]:
     """This node's report: `name`; `gpus`, a description; `free_bytes` on the run folder's disk;
-    `code`, path → checksum; `packages`, name → version; `problems`, which exclude the node from
-    training; and `warnings`."""
+    `code`, path → checksum; `packages`, name → version; `folders`, what exists of data and run;
+    `problems`, which exclude the node from training; and `warnings`."""
     report = {"gpus": "none requested", "problems": [], "warnings": []}
     if device == "cuda":
         report = look_at_gpus(ranks_per_node)
@@ -56,6 +57,13 @@ def look_at_node(
     report["packages"] = {"python": platform.python_version()} | {
         str(package.metadata["Name"]): package.version for package in metadata.distributions()
     }
+    run = Path(config.run.dir).absolute()  # may be created later, so its parents show a lost mount
+    paths = [run, *run.parents]
+    for stage in data_stages(config):  # a mount point without its mount is an empty folder
+        given = stage.config.data.path
+        folders = [given] if isinstance(given, str) else given
+        paths += [Path(folder, "index.json") for folder in folders]
+    report["folders"] = {str(path): "" for path in paths if os.path.exists(path)}
     return report
 
 
