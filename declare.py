@@ -61,8 +61,8 @@ Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00-\x1f\x7f-\x9f\u20
 NonEmpty = Annotated[Text, Field(min_length=1)]
 PathText = Annotated[NonEmpty, AfterValidator(_at_home)]
 PathOrNone = Annotated[Text, AfterValidator(_at_home)]  # "": none
-# Marks a key of the model that does not decide whether weights fit it, such as the weight of a
-# loss. Checkpoints do not store it, so it needs a default.
+# Marks a key of the model that changes nothing that a trained model computes, such as the weight of
+# a loss. Checkpoints do not store it, so it needs a default.
 FREE = "free"
 
 T = TypeVar("T")

@@ -68,8 +68,9 @@ class MeshSizes:
     def of_experts(self) -> dict[str, int]:
         """The number of ranks on each of `EXPERT_AXES`."""
         shards = self.dp_shard * self.cp * self.tp // (self.ep * self.expert_replicas)
-        sizes = self.pp, self.dp_replicate * self.expert_replicas, shards, self.ep
-        return dict(zip(EXPERT_AXES, sizes, strict=True))
+        sizes = self.of_weights | {"dp_shard": shards, "tp": self.ep}
+        sizes["dp_replicate"] = self.dp_replicate * self.expert_replicas
+        return dict(zip(EXPERT_AXES, sizes.values(), strict=True))
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The coordinate of `rank` on each axis."""
@@ -90,7 +91,8 @@ WEIGHT_AXES = tuple(axis for axis in AXES if axis != "cp")
 # tokens: `ep` of them, the innermost, share a layer's experts, and FSDP shards each of the experts
 # over the rest, `efsdp`.
 #     rank = ((pp · ep_replicate_size + ep_replicate) · efsdp_size + efsdp) · ep_size + ep
-EXPERT_AXES = ("pp", "ep_replicate", "efsdp", "ep")
+_OF_EXPERTS = {"dp_replicate": "ep_replicate", "dp_shard": "efsdp", "tp": "ep"}
+EXPERT_AXES = tuple(_OF_EXPERTS.get(axis, axis) for axis in WEIGHT_AXES)
 # By whether weights are of experts: the axes over which FSDP replicates and shards them.
 FSDP_AXES = {True: ("ep_replicate", "efsdp"), False: ("dp_replicate", "dp_shard")}
 assert AXES[AXES.index("cp") - 1] == "dp_shard", "weights see the two as one axis"

@@ -110,14 +110,16 @@ def weights_of(stage: nn.Module) -> list[NamedWeight]:
     """All weights of a stage, in the order of its parameters.
 
     Raises:
-        AssertionError: a layer has registered a parameter without a description.
+        AssertionError: a layer has registered a parameter without a description, or a buffer.
     """
     found = []
     for prefix, layer in stage.named_modules():
         if isinstance(spec := layer.__dict__.get("spec"), WeightSpec):
             assert isinstance(layer.weight, nn.Parameter)
             found.append(NamedWeight(f"{prefix}.weight".removeprefix("."), spec, layer.weight))
-    parameters = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
-    unknown = sorted(parameters - {each.name for each in found})
-    assert not unknown, f"parameters registered without Layer.add_weight: {unknown}"
+    registered = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
+    # no checkpoint would contain them, and `to_empty` loses their values
+    registered |= {name for name, _ in stage.named_buffers(remove_duplicate=False)}
+    unknown = sorted(registered - {each.name for each in found})
+    assert not unknown, f"parameters or buffers registered without Layer.add_weight: {unknown}"
     return found

@@ -87,7 +87,8 @@ class Balance:
     def tensors(self) -> Iterator[tuple[str, DTensor]]:
         """The biases as global tensors that share their memory, with their names."""
         over = self.mesh.root[WEIGHT_AXES[1:]]
+        everywhere = [Replicate()] * over.ndim
         for layer, router in self.routers.items():
             if router.bias is not None:
-                whole = DTensor.from_local(router.bias, over, [Replicate()] * 3, run_check=False)
+                whole = DTensor.from_local(router.bias, over, everywhere, run_check=False)
                 yield bias_name(layer), whole

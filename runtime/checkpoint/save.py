@@ -36,6 +36,7 @@ from torch import Tensor
 from data.dataset import Mixture
 from errors import RunFailed, UserError, exists
 from parallel.placement import local_region, replicated_over
+from runtime.agreement import on_all_ranks
 from runtime.checkpoint.folder import (
     ABANDONED,
     DAMAGED,
@@ -95,6 +96,7 @@ class Saver:
         self.has_lost_group = False  # gloo closes connections over which something came too late
         self.is_first = dist.get_rank() == 0
         self.tensors = {held.name: held.tensor for held in held_tensors(train) if not held.is_copy}
+        on_all_ranks(self._check_dtypes)  # ranks of other stages may have other states
         # Host copies of the local tensors; allocated at the first save, but on a disk at once, so
         # that its space is reserved.
         self.copies: dict[str, Tensor] = {}
@@ -103,6 +105,13 @@ class Saver:
         self.thread: threading.Thread | None = None
         self.failed: str | None = None  # why the last save failed
         self.last: dict[str, Any] = {}  # the event of the last save that was committed
+
+    def _check_dtypes(self) -> None:
+        for name, tensor in self.tensors.items():
+            if tensor.dtype not in DTYPES:
+                why = f"checkpoints cannot store {name}, which is {tensor.dtype}"
+                remedy = f"let its states_of give one of {', '.join(map(str, DTYPES))}"
+                raise UserError("optimizer.name", self.train.config.optimizer.name, why, remedy)
 
     @property
     def local_bytes(self) -> int:

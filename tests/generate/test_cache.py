@@ -9,6 +9,7 @@ import torch
 from model.config import ModelConfig
 from model.initialise import initialise
 from model.positions import Angles
+from runtime.agreement import AgreedError
 from tests.huggingface.huggingface_models import recompute
 from tests.planted import planted
 from tests.proofs.parity_tiers import thorough_but
@@ -125,6 +126,26 @@ def test_a_text_ends_before_its_stop_token(ranks):
     assert len(whole) == 30
     assert cut == whole[: whole.index(whole[9])]
     assert none == []
+
+
+class SumsOfEarlierTokens(torch.nn.Module):
+    def inputs(self, positions):
+        return ()
+
+    def forward(self, x):
+        return x.cumsum(0)
+
+
+def without_attend():
+    model = build(SMALL)
+    model.blocks["1"].attention = SumsOfEarlierTokens()
+    with pytest.raises(AgreedError, match=r"model\.attention = 'causal': is no BaseAttention"):
+        new_tokens(model, 2)
+
+
+def test_attention_that_the_cache_does_not_know_is_refused(ranks):
+    """Its tokens would not see earlier ones."""
+    ranks.run(without_attend, 1)
 
 
 # --- tensor parallelism ---------------------------------------------------------------------------

@@ -76,7 +76,8 @@ def test_angles_are_exact_enough_to_tell_positions_apart():
 
 def z_loss_and_unnamed_weight():
     """With z-loss and without: the mean loss of a batch of packed documents in evaluation, and in
-    training, where it is the model's own. Then a weight that does not say what it is gets refused.
+    training, where it is the model's own. Then a weight that does not say what it is gets refused,
+    and a buffer.
     """
     config, found = Case(MeshSizes(), document_mask=True).config(), []
     for z_loss in (0.1, 0.0):
@@ -86,7 +87,8 @@ def z_loss_and_unnamed_weight():
         found.append(((evaluated / targets).item(), trained.item()))
     (stage,) = step.stages.values()
     stage.norm.register_parameter("bias", torch.nn.Parameter(torch.zeros(1)))
-    with pytest.raises(AssertionError, match=re.escape("['norm.bias']")):
+    stage.head.register_buffer("scale", torch.ones(1))
+    with pytest.raises(AssertionError, match=re.escape("['head.scale', 'norm.bias']")):
         weights_of(stage)
     return found
 

@@ -1,9 +1,14 @@
 """The mesh: the ranks that its sizes shard over, its axes as layers see them, and which of them lie
 inside a node and which between nodes."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch.distributed import get_process_group_ranks
+from torch.distributed.device_mesh import init_device_mesh
 
 from parallel.axes import MeshSizes
 from parallel.collectives import start_all_gather
@@ -11,8 +16,11 @@ from parallel.config import ParallelConfig
 from parallel.context import ContextParallel
 from parallel.expert import ExpertParallel
 from parallel.layer import TensorParallel
+from parallel.placement import local_region
+from proofs.parity.cases import Case
 from runtime.start.announce import describe_nodes
 from tools.rehearse.fake_gpu import one_rank
+from training.balance import Balance
 
 
 def test_meshes_that_shard_over_other_ranks_are_not_equal() -> None:
@@ -43,6 +51,17 @@ def test_tp_cp_and_ep_are_alike_and_one_rank_where_a_run_does_not_have_them() ->
                     assert (axis.rank, len(gathered)) == (ranks.index(rank), 2 * axis.size)
                 else:
                     assert (axis.size, axis.rank, gathered is x) == (1, 0, True)
+
+
+def test_a_bias_of_a_router_is_whole_on_every_axis_also_on_one_that_was_added() -> None:
+    axes = ("pp", "idle", "dp_replicate", "dp_shard", "tp")
+    config = Case(MeshSizes(), router="sigmoid_bias").config()
+    with one_rank(MeshSizes(), 0, "cpu") as mesh, patch("training.balance.WEIGHT_AXES", axes):
+        root = init_device_mesh("cpu", (1,) * len(axes), mesh_dim_names=axes)
+        balance = Balance(config, replace(mesh, root=root), {})
+        balance.routers = {0: SimpleNamespace(bias=torch.zeros(2))}
+        ((_, bias),) = balance.tensors()
+        assert local_region(bias) == (range(2),)
 
 
 @pytest.mark.parametrize(

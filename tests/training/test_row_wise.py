@@ -26,6 +26,7 @@ from tests.training.row_wise import Optimizer
 from tools.plan.layout import Layout
 from tools.plan.memory import Memory
 from tools.plan.traffic import collectives
+from training.optimizers import State, like
 
 
 @contextmanager
@@ -98,6 +99,21 @@ def test_another_layout_loads_the_same_bits(ranks, saved, overrides):
             assert state[name].max() > 0
     held = sum({"F32": 4, "F64": 8}[dtype] * math.prod(shape) for dtype, shape in tensors.values())
     assert with_rows(state_bytes, load_config(arguments[0], [])) == held
+
+
+def train_with_narrow_rows(arguments):
+    def states_of(weight):
+        return {"momentum": like(weight), "row": State([0], torch.int8)}
+
+    with row_wise(), patch.object(Optimizer, "states_of", staticmethod(states_of)):
+        return runs.train_run(arguments)
+
+
+def test_a_state_that_checkpoints_cannot_store_is_refused_at_the_start(ranks, data, tmp_path):
+    config = runs.write_config(tmp_path, data, train={"steps": 1})
+    (said,) = ranks.run(train_with_narrow_rows, 1, [config])
+    assert "optimizer.name = 'adamw': checkpoints cannot store optimizer.embedding.weight." in said
+    assert "row, which is torch.int8" in said
 
 
 def held_and_planned(arguments):

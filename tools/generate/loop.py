@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from model.attention import BaseAttention
 from model.transformer import Head, Transformer
 from parallel.collectives import start_all_gather
 from runtime.agreement import AgreedError
@@ -57,6 +58,7 @@ def generate(
     """
     head = model.head
     assert head is not None, "the whole model in one stage"
+    check_cached(model)
     device = head.weight.device
     cache = KeyValueCache(len(prompt) + count, head.weight.dtype, device)
     tokens = torch.tensor(prompt, device=device).unsqueeze(1)  # [S, 1], then [1, 1]
@@ -68,6 +70,16 @@ def generate(
             return
         yield token
         tokens = drawn.unsqueeze(0)
+
+
+def check_cached(model: Transformer) -> None:
+    """Raises AgreedError if the cache lacks what a kind of attention keeps of earlier tokens."""
+    for name, block in model.blocks.items():
+        if not isinstance(block.attention, BaseAttention):
+            kind = model.config.attention_of(int(name))
+            why = "is no BaseAttention, of which alone the cache has earlier tokens"
+            remedy = "derive it from BaseAttention (model/attention/__init__.py)"
+            raise AgreedError("model.attention", kind, why, remedy)
 
 
 def next_logits(model: Transformer, tokens: Tensor, cache: KeyValueCache) -> Tensor:
