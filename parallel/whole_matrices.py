@@ -74,6 +74,11 @@ class Hop:
         assert self.dim is not None
         return torch.cat(parts, self.dim)
 
+    @property
+    def cuts(self) -> bool:
+        """Whether its ranks have different parts."""
+        return self.dim is not None
+
     def cuts_beside(self, dims: Sequence[int]) -> bool:
         """Whether the axis cuts a weight in another dimension than these."""
         return self.size > 1 and self.dim is not None and self.dim not in dims

@@ -34,7 +34,7 @@ def _round(account: Account, layout: Layout, each: Round) -> Generator[None, Non
     account.add(TEMPORARY, held)
     for leg in each.legs:
         sent, received = width * sum(leg.sent), width * sum(leg.received)
-        if leg.axis.dim is None:  # they are there
+        if not leg.axis.cuts:  # they are there
             yield
             owned = width * leg.sent[leg.axis.rank] if held else 0
             account.free(TEMPORARY, held - owned)
