@@ -25,12 +25,13 @@ from fsspec.implementations.dirfs import DirFileSystem
 from errors import UserError
 from runtime.checkpoint.folder import MANIFEST, NAME, sync
 from runtime.checkpoint.manifest import Damaged, fingerprint, read_manifest
-from runtime.checkpoint.verify import verify_checkpoint
+from runtime.checkpoint.verify import check_files, described, verify_checkpoint
 from runtime.output import log
 from tools.command import CommandParser, reports_errors, run_command
 
 PARTIAL = f"{MANIFEST}.partial"
 FETCHING = ".fetching"  # suffix of a folder that is being fetched
+AT_ONCE = 16  # files that are checked and then sent: what is sent is not read again
 
 
 def open_store(url: str) -> DirFileSystem:
@@ -74,7 +75,7 @@ def read(store: DirFileSystem, path: str) -> bytes | None:
 def push(store: DirFileSystem, checkpoint: Path) -> str:
     """Copy a checkpoint to the store; return what was done. Raises Damaged if it is damaged here,
     or if the store does not hold what was written."""
-    manifest, name = verify_checkpoint(checkpoint), checkpoint.absolute().name
+    (manifest, point), name = described(checkpoint), checkpoint.absolute().name
     if not NAME.fullmatch(name):  # "" would be the store itself, which is then cleared
         why = "its name is not that of a checkpoint, by which it would be found again"
         raise UserError("FOLDER", str(checkpoint), why, "give a folder step-…")
@@ -93,7 +94,10 @@ def push(store: DirFileSystem, checkpoint: Path) -> str:
         store.makedirs(name, exist_ok=True)  # no request to a bucket
         store.pipe_file(f"{name}/{PARTIAL}", content)
     missing = [file for file, size in wanted.items() if there.get(file) != size]
-    store.put([str(checkpoint / file) for file in missing], [f"{name}/{file}" for file in missing])
+    for first in range(0, len(missing), AT_ONCE):
+        some = missing[first : first + AT_ONCE]
+        check_files(checkpoint, manifest, some, point, shown=False)
+        store.put([str(checkpoint / file) for file in some], [f"{name}/{file}" for file in some])
     if not wanted.items() <= sizes(store, name).items():
         raise Damaged(f"{name} in the store does not hold all files that were written")
     store.pipe_file(f"{name}/{MANIFEST}", content)

@@ -22,11 +22,9 @@ def swiglu(gate: Tensor, up: Tensor, kernels: str) -> Tensor:
     return SwiGLU.apply(gate, up, kernels)
 
 
-def write_gradients(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
+def swiglu_gradients(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of gate and up, from that of the PyTorch implementation's result."""
-    torch.mul(dy, up, out=dgate)
-    torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
-    torch.mul(dy, functional.silu(gate), out=dup)
+    return torch.ops.aten.silu_backward(dy * up, gate), dy * functional.silu(gate)
 
 
 class SwiGLU(torch.autograd.Function):
@@ -45,9 +43,7 @@ class SwiGLU(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         if use_triton(gate, ctx.kernels):
             return *torch.ops.lattice.swiglu_backward(dy, gate, up), None
-        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-        write_gradients(dy, gate, up, dgate, dup)
-        return dgate, dup, None
+        return *swiglu_gradients(dy, gate, up), None
 
 
 @jit

@@ -4,7 +4,7 @@
 
 Multiplied here and not after the last product, the weight's gradient needs no result of an expert.
 
-dg and du are the halves of one [R, 2·F], so that dx can be one product (parallel/tensor.py).
+The kernel's dg and du are the halves of one [R, 2·F], so that dx can be one product (parallel/tensor.py).
 
 Bytes per element in bfloat16: forward 6 (read g and u, write y), backward 10 (read dy, g, u; write
 dg, du), as without weights. In separate operations it would be 18 and 32: products with w are in
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from model.kernels.backend import accumulator, cdiv, jit, next_power_of_2, tl, use_triton, warps_for
-from model.kernels.swiglu import swiglu, write_gradients
+from model.kernels.swiglu import swiglu, swiglu_gradients
 
 BLOCK = 2048  # elements at once, of one row
 
@@ -46,9 +46,7 @@ class WeightedSwiGLU(torch.autograd.Function):
             return *both.chunk(2, 1), dweights, None
         dweights = (dy.to(weights.dtype) * swiglu(gate, up, ctx.kernels)).sum(1)
         dh = (dy * weights.unsqueeze(1)).to(dy.dtype)
-        dgate, dup = dh.new_empty((len(dh), 2 * dh.shape[1])).chunk(2, 1)
-        write_gradients(dh, gate, up, dgate, dup)
-        return dgate, dup, dweights, None
+        return *swiglu_gradients(dh, gate, up), dweights, None
 
 
 @jit

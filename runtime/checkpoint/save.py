@@ -338,7 +338,10 @@ class Saver:
         keep = self.train.config.checkpoint
         if old := replaceable(self.folder, keep.keep_last, keep.keep_every):
             newest = complete_checkpoints(self.folder)[-1]
-            described(newest)
+            try:
+                described(newest)
+            except Damaged as problem:
+                raise Damaged(f"{newest.name} cannot replace them: {problem}") from None
             for each in () if parse_trainer(newest).bad_in_a_row else old:
                 self._try(f"{each.name} is not deleted", self._delete, each)
 

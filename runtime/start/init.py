@@ -61,7 +61,7 @@ def init_distributed(signals: Signals | None = None, store: dist.Store | None = 
     # A node that has lost its GPUs since the start before sees none, but has the driver's module.
     # Without restarts it may be a laptop or a login node that can use none: it trains on the CPU.
     lost = restarts and torch.version.cuda and os.path.exists("/proc/driver/nvidia/version")
-    lost = lost and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    lost = lost and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1", "NoDevFiles")
     if device == "cpu" and (gpus or lost):  # the CPU must not take over: others would wait for it
         there = f"there are {gpus} GPUs" if gpus else "NVIDIA's driver is loaded"
         why = f"CUDA does not work here, but {there}"

@@ -140,7 +140,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     flip_a_bit(min((tmp_path / "back" / NAME).glob("*.safetensors")))
     status, said = run("fetch", store, tmp_path / "back")
     assert (status, "is damaged: its file" in said) == (2, True)
-    assert run("push", store, tmp_path / "back" / NAME)[0] == 1
+    assert run("push", tmp_path / "empty", tmp_path / "back" / NAME)[0] == 1
     assert run("push", store, shutil.copytree(FIXTURE, tmp_path / "best"))[0] == 2
     (tmp_path / NAME).symlink_to(tmp_path / "best")
     assert run("push", store, tmp_path / NAME)[1].endswith("there already\n")
