@@ -4,7 +4,8 @@
 
 Multiplied here and not after the last product, the weight's gradient needs no result of an expert.
 
-The kernel's dg and du are the halves of one [R, 2·F], so that dx can be one product (parallel/tensor.py).
+The kernel's dg and du are the halves of one [R, 2·F], so that dx can be one product
+(parallel/tensor.py).
 
 Bytes per element in bfloat16: forward 6 (read g and u, write y), backward 10 (read dy, g, u; write
 dg, du), as without weights. In separate operations it would be 18 and 32: products with w are in

@@ -15,6 +15,7 @@ from parallel.collectives import ONE_RANK
 from parallel.layer import TensorParallel
 from parallel.tensor import ColumnParallelFunction, side_by_side
 from parallel.weight_gradient import Job, Place, WeightGradient, deferring, run_jobs
+from tests.kernels.device import NEEDS_TRITON
 
 
 class LoggedJob(Job):
@@ -118,6 +119,7 @@ def test_narrow_layers_pass_over_dx_once():
         torch.testing.assert_close(x.grad, each)
 
 
+@NEEDS_TRITON
 def test_small_experts_have_one_product_of_the_gradient_that_swiglu_wrote():
     """A copy of their dy would cost half of what it saves. Controls: wider experts have two; parts
     in another order, or of two tensors, are copied."""
@@ -126,7 +128,7 @@ def test_small_experts_have_one_product_of_the_gradient_that_swiglu_wrote():
         weights = [torch.randn(2, width, 64, dtype=torch.float64) for _ in range(2)]
         x, seen = torch.randn(9, 64, dtype=torch.float64, requires_grad=True), []
         gate, up = read_by(x, weights, noting(GroupedMatmul(ends, "torch"), seen))
-        weighted_swiglu(gate, up, torch.ones(9).double(), "torch").square().sum().backward()
+        weighted_swiglu(gate, up, torch.ones(9).double(), "triton").square().sum().backward()
         assert seen == expected
         dx, x.grad = x.grad, None
         gate, up = (torch.cat([x[:5] @ w[0].T, x[5:] @ w[1].T]) for w in weights)
