@@ -113,16 +113,6 @@ def bench_step(key: str, variant: Variant, record: Any) -> None:
     record(measure(key, variant))
 
 
-@pytest.mark.parametrize("key", [WIDE], ids=[f"best of ours at {WIDE}"])
-def bench_best(key: str, found: dict[str, dict], record: Any) -> None:
-    ours = {name: row for name, row in found.items() if row.get("program") == "lattice"}
-    mfu = {name: row["mfu"] for name, row in ours.items() if row["model"] == key and row["mfu"]}
-    if not mfu:
-        pytest.skip("no row has an MFU")
-    best = max(mfu, key=mfu.__getitem__)
-    record({"mfu": mfu[best], "of": best})
-
-
 def bench_ours_begin_alike(found: dict[str, dict]) -> None:
     """For the same weights and tokens, the first loss and gradient norm of each of our rows are
     those of PyTorch's operations, or else of the first row."""

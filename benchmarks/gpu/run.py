@@ -8,7 +8,7 @@ A part runs tests and benchmarks (PARTS) by pytest (plugin.py), each group in it
 because an error of a kernel ends a process's use of the GPU. It writes two files, again every
 second, so that nothing is lost if it is killed:
 
-    FOLDER/right.json   every row, the estimates beside them, power and clock every five seconds
+    FOLDER/right.json   every row, the estimates beside them
     FOLDER/right.md     the same as a page, which is also printed at the end
 
 FOLDER is --out, or $OUT, or benchmarks/results/gpu. Without a GPU everything runs with tiny sizes
@@ -21,13 +21,11 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +39,6 @@ PART_SECONDS = 460.0  # of eight minutes; the rest is for starting and for writi
 WRITE_SECONDS = 1.0
 GRACE_SECONDS = 30.0  # beyond its own budget, before a program is killed
 LOG_CHARACTERS = 6000  # of a program's output that are printed, from its end
-METER = "timestamp,driver_version,power.draw,clocks.sm,temperature.gpu,memory.used"
 # Those of requirements.txt that training imports, Triton, and pytest, which runs everything.
 NEEDED = ("torch", "numpy", "pydantic", "yaml", "safetensors", "sentencepiece", "tqdm", "triton",
           "pytest")  # fmt: skip
@@ -88,7 +85,7 @@ PARTS: dict[str, list[list[Task]]] = {
         [
             AT_SIZE,
             model("profile", 50),
-            model("step or bench_best or bench_ours", 220),
+            model("step or bench_ours", 220),
             # several processes fill the compilers' caches
             Task("compile", 60, (*parallel(4), SPEED), writes=False),
             Task("kernels", 110, (SPEED,)),
@@ -167,7 +164,6 @@ def run_part(name: str, folder: Path | None, seconds: float) -> int:
     files."""
     end, about = time.monotonic() + seconds, versions()
     with tempfile.TemporaryDirectory() as temporary:
-        power = Path(temporary) / "power"
         lanes = [[Program(task, Path(temporary)) for task in lane] for lane in PARTS[name]]
         programs = [program for lane in lanes for program in lane]
 
@@ -178,7 +174,6 @@ def run_part(name: str, folder: Path | None, seconds: float) -> int:
                 "about": about,
                 "tasks": [program.about() for program in programs],
                 "rows": [row for program in programs for row in program.rows()],
-                "power": power.read_text(encoding="utf-8").splitlines(),
             }
             result["estimates"] = compared(result)
             if folder is not None:
@@ -198,11 +193,10 @@ def run_part(name: str, folder: Path | None, seconds: float) -> int:
                     write()
                     await asyncio.sleep(WRITE_SECONDS)
 
-        with meter(power):
-            try:
-                asyncio.run(run_lanes())
-            finally:
-                result = write()
+        try:
+            asyncio.run(run_lanes())
+        finally:
+            result = write()
     print("\n" + page(result), flush=True)
     if folder is not None:
         print(f"written to {folder}/{name}.json and .md", flush=True)
@@ -218,21 +212,6 @@ def versions() -> dict[str, Any]:
         device, cudnn = torch.cuda.get_device_name(), torch.backends.cudnn.version()
         found |= {"device": device, "cudnn": cudnn}
     return found
-
-
-@contextlib.contextmanager
-def meter(file: Path) -> Iterator[None]:
-    """Lets nvidia-smi, where there is one, write power and clock of the first GPU to `file` every
-    five seconds."""
-    command = ["nvidia-smi", f"--query-gpu={METER}", "--format=csv", "--id=0", "--loop=5"]
-    with file.open("w") as output:
-        process = subprocess.Popen(command, stdout=output) if shutil.which(command[0]) else None
-        try:
-            yield
-        finally:
-            if process is not None:
-                process.kill()
-                process.wait()
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -25,7 +25,7 @@ OPTIONAL = {"liger": "liger_kernel", "hugging face": "transformers"}
     ("program", "some"),
     [
         ("kernels", ""),
-        ("model", "bench_profile or bench_step or bench_best or bench_ours"),
+        ("model", "bench_profile or bench_step or bench_ours"),
         ("attention", ""),
     ],
 )
@@ -34,7 +34,6 @@ def test_every_row_of_a_program_is_measured(tmp_path: Path, program: str, some: 
     status, planned, rows = rows_of(tmp_path, f"benchmarks/gpu/{program}.py", "-k", some)
     assert (status, list(rows)) == (0, planned)
     needs = {f"attention, {kernel}": f"{NEEDS}: {kernel}: there is no GPU" for kernel in BY_REQUEST}
-    needs[f"best of ours at {WIDE}"] = f"{NEEDS}: no row has an MFU"
     for name, row in rows.items():
         packages = [package for word, package in OPTIONAL.items() if word in name]
         if any(find_spec(package) is None for package in packages):
@@ -44,19 +43,6 @@ def test_every_row_of_a_program_is_measured(tmp_path: Path, program: str, some: 
         else:
             assert row["status"] == MEASURED, row
             assert all(time > 0 for time in row.get("milliseconds", {}).values()), row
-
-
-def test_the_best_of_ours_is_of_the_wide_model_and_not_another_program() -> None:
-    found = {
-        "a": OURS | {"mfu": 0.5},
-        "b": OURS | {"mfu": 0.6},
-        "c": OURS | {"mfu": 0.9, "model": "1B"},
-        "d": OURS | {"mfu": 0.8, "program": "hugging face"},
-        "e": OURS | {"mfu": None},
-    }
-    rows: list[dict[str, object]] = []
-    model.bench_best(WIDE, found, rows.append)
-    assert rows == [{"mfu": 0.6, "of": "b"}]
 
 
 def test_bytes_are_those_of_the_kernels_tables() -> None:
