@@ -122,8 +122,7 @@ Product = tuple[LinearProducts, Tensor, Tensor]  # what computes dy [..., F] · 
 
 def is_narrow(weight: Tensor) -> bool:
     """Whether a layer [F, D] or experts [X, F, D] have so few columns that adding a product to dx
-    takes longer than the copies that join them. (Of several experts, a sum is an operation of its
-    own.)"""
+    takes longer than copies that join them. (Several experts' sum is an operation of its own.)"""
     return (4 if weight.ndim == 2 or len(weight) == 1 else 2) * weight.shape[-2] < weight.shape[-1]
 
 

@@ -103,6 +103,9 @@ def test_from_tokens_to_rows_and_back(tokens, k, width, kernels, dtype):
     exact = x.double()[places].view(tokens, k, width).sum(1)
     y = sum_rows(x, places, k, kernels)
     assert_close(y, exact, dtype)
+    if tokens:  # control: a row that is summed twice
+        twice = torch.cat([places[:1], places[:1], places[2:]])
+        assert (sum_rows(x, twice, k, kernels).double() - exact).abs().max() > 0.1
     spread = spread_rows(y, places.argsort(), places, k, kernels)
     assert torch.equal(spread[places].view(tokens, k, width), y.unsqueeze(1).expand(-1, k, -1))
 
