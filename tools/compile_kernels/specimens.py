@@ -137,6 +137,7 @@ ANGLES = ("COS + angles", "SIN + angles")  # 64 numbers per token, read by more 
 # (four tokens). Threads then move 8 bytes of k at a time. k is only 1/17 or 1/9 of the bytes; q is
 # moved 16 bytes at a time.
 ONE_OF_K = (*ANGLES, "_turn_heads(k, k_out")
+PLACES = ("place * width + column, x",)  # AMD: a place is loaded as a vector, between two stores
 HEAD = (*ANGLES, "W + ", "DW + program")  # and weights, of which there is one for all heads
 TAIL = ("mask=offsets < left", "left, False, SCALARS")  # a tensor's last block may end anywhere
 SQUARES = (*TAIL, "PARTIAL + start")  # and the partial sums, 8 bytes per block
@@ -166,7 +167,7 @@ SPECIMENS = [
     *_each("swiglu", gate, (14336,), (14336, FP32)),
     *_each("weighted_swiglu", weighted_gate, (14336,), (768,), (14336, FP32)),
     *_each("experts' weights", experts, *product([2048], [768], (FP32, BF16), (0, 1))),
-    *_each("rows", rows, (2048,), (2048, FP32)),
+    *_each("rows", rows, (2048,), (2048, FP32), narrow=PLACES),
     *_each("cross-entropy", loss, (128256,), (16032,), (16032, FP32)),
     *_each("cross-entropy", loss, (50257,), wide=False),
     *_each("square_sum", gradients, (FP32,), (BF16,), narrow=SQUARES),
@@ -184,7 +185,7 @@ OF_FLOAT16 = [
     *_each("norm and rotary", norm_and_rotary, (32, 128, FP16), narrow=HEAD),
     *_each("swiglu", gate, (14336, FP16)),
     *_each("weighted_swiglu", weighted_gate, (768, FP16)),
-    *_each("rows", rows, (2048, FP16)),
+    *_each("rows", rows, (2048, FP16), narrow=PLACES),
     *_each("cross-entropy", loss, (128256, FP16)),
     *_each("square_sum", gradients, (FP32,), narrow=SQUARES),
     *_each("hash", hash_bits, (FP32,), narrow=HASH),
