@@ -51,8 +51,7 @@ def find_documents(
         run, when the longest document is first rounded to another number: it is then the part.
     """
     assert tokens.device.type == "cpu", "find documents before tokens are copied to the device"
-    begins = tokens == bos_id
-    begins[:, 0] = True
+    begins = _begins(tokens, bos_id)
     index = torch.arange(tokens.shape[1])
     # [B, S]: where the document of each token begins
     begin_of = torch.where(begins, index, 0).cummax(dim=1).values
@@ -61,7 +60,7 @@ def find_documents(
     for part in parts:
         mine = begins[:, part.start : part.stop].clone()
         mine[:, 0] = True
-        ends = functional.pad(mine.flatten().nonzero().flatten(), (0, 1), value=mine.numel())
+        ends = _bounds(mine)
         first_keys = begin_of[:, part.start]
         # Of each sequence, part.start − first_keys keys lie before the part. A sequence's first
         # document includes its own; the other documents come after them.
@@ -77,10 +76,20 @@ def find_documents(
 
 def mean_length(tokens: Tensor, bos_id: int) -> float:
     """The mean, over tokens [B, S] on the host, of the length of each one's document."""
+    lengths = _bounds(_begins(tokens, bos_id)).diff().double()
+    return float(lengths.square().sum() / tokens.numel())
+
+
+def _begins(tokens: Tensor, bos_id: int) -> Tensor:
+    """Where a document begins in tokens [B, S], as each sequence does."""
     begins = tokens == bos_id
     begins[:, 0] = True
-    ends = functional.pad(begins.flatten().nonzero().flatten(), (0, 1), value=begins.numel())
-    return float(ends.diff().double().square().sum() / begins.numel())
+    return begins
+
+
+def _bounds(begins: Tensor) -> Tensor:
+    """Where each document begins, counted through all sequences, and the end."""
+    return functional.pad(begins.flatten().nonzero().flatten(), (0, 1), value=begins.numel())
 
 
 def _at_most(bounds: Tensor, length: int) -> int:

@@ -206,8 +206,10 @@ def _peak_flops(config: Config) -> float | None:
     """This GPU's peak of dense bfloat16; None if no data sheet of it is known, or the costs of a
     layer cannot be recorded."""
     sheet = data_sheet_of(torch.cuda.get_device_name())
+    if sheet is None:
+        return None
     try:
         flops_per_token(config.model, config.train.seq_len)
     except CannotRecord:
         return None
-    return sheet.peak_flops if sheet else None
+    return sheet.peak_flops
