@@ -136,7 +136,13 @@ def wait_until(
         time.sleep(0.02)
 
 
+HELD: list[socket.socket] = []  # ports given away, until this process ends
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port at which nothing listens. It is held, so that the system gives it to no connection
+    before a server listens there, which may since both allow the address's reuse."""
+    HELD.append(socket.socket())
+    HELD[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    HELD[-1].bind(("127.0.0.1", 0))
+    return int(HELD[-1].getsockname()[1])

@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from tests import ROOT
+from tests.monitor.alert_helpers import free_port
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "shellcheck")
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "shellcheck")
@@ -99,9 +100,7 @@ class Cluster:
         (folder / "hosts").write_text(Path("/etc/hosts").read_text() + hosts)
         gpus = f"NodeName=n[1-{nodes}] Name=gpu Type=h100 File={folder}/gpu[0-7]\n"
         (folder / "gres.conf").write_text(gpus)
-        with contextlib.ExitStack() as stack:
-            sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(1 + nodes)]
-            free = [stack.enter_context(each).getsockname()[1] for each in sockets]
+        free = [free_port() for _ in range(1 + nodes)]
         # The scripts derive their ports from the job id, so that job ids start at a random number:
         # another such cluster on this machine must get other ports.
         text = CONFIGURATION.format(
