@@ -325,12 +325,12 @@ NAMES = (*ONE_EACH, "pipeline")
 
 def pictures(names: Sequence[str]) -> dict[str, Figure]:
     """Name of the file → picture."""
-    found = {name: ONE_EACH[name]() for name in names if name != "pipeline"}
-    return found | (pipelines() if "pipeline" in names else {})
+    with rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+        found = {name: ONE_EACH[name]() for name in names if name != "pipeline"}
+        return found | (pipelines() if "pipeline" in names else {})
 
 
 if __name__ == "__main__":
-    with rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
-        for name, figure in pictures(sys.argv[1:] or NAMES).items():
-            save(figure, IMAGES / f"{name}.svg")
-            print(f"wrote docs/images/{name}.svg")
+    for name, figure in pictures(sys.argv[1:] or NAMES).items():
+        save(figure, IMAGES / f"{name}.svg")
+        print(f"wrote docs/images/{name}.svg")

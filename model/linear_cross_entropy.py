@@ -6,8 +6,8 @@ that at most 2 GiB of logits are in memory.
         z      =  x · wᵀ                                                           [n·tp·B, V/tp]
         loss  ◄─ all-gather over tp ─ three numbers per token (cross_entropy.py)
         z      ←  gradient of the loss, over the logits
-        dw    +=  zᵀ · x                         in float32
         dx     =  z · w ─ reduce-scatter over tp ─► this rank's slices             [n, B, D]
+        dw    +=  zᵀ · x                         in float32
 
 The gradient of cross-entropy can be computed as soon as the normaliser is known. So forward
 computes both gradients; in a run that sums them over micro-batches it adds dw to the sum. Nothing
@@ -18,10 +18,10 @@ https://arxiv.org/abs/2411.09009.)
 
 With sequence parallelism a piece is taken from every rank's part of the sequence at once, so that
 with several pieces the whole input is never gathered either. A piece's gather overlaps with the
-products of the previous piece, its reduce-scatter with those of the next. (If the logits are
-sharded over many ranks, one piece may hold them all, and nothing overlaps. More pieces would hide
-more communication, but each reads and writes dw once more.) Without sequence parallelism every
-rank has the whole sequence, and dx is all-reduced.
+products of the previous piece, its reduce-scatter with its own dw and the next piece's logits. (Of
+a single piece, only the gather overlaps with nothing. More pieces would hide it, but each reads and
+writes dw once more.) Without sequence parallelism every rank has the whole sequence, and dx is
+all-reduced.
 
 | pass     | local shapes                     | communication over tp, sequence parallel (else)    |
 |----------|----------------------------------|----------------------------------------------------|

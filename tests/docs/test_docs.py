@@ -95,12 +95,16 @@ def test_a_page_of_the_tour_is_whole() -> None:
 
 
 @pytest.mark.parametrize("name", thorough_but(set(NAMES) - {"pipeline"}, NAMES))
-def test_a_picture_can_be_drawn(name: str, tmp_path: Path) -> None:
-    """Those that are computed (docs/pictures.py), to files that the pages show."""
+def test_a_picture_that_pages_show_has_todays_words(name: str, tmp_path: Path) -> None:
+    """Those that are computed (docs/pictures.py); each word and figure is a comment in its file."""
     for file, figure in pictures([name]).items():
         save(figure, tmp_path / "picture.svg")
         assert ElementTree.parse(tmp_path / "picture.svg").getroot().tag.endswith("svg")
-        assert (DOCS / "images" / f"{file}.svg").exists()
+        drawn, shown = (
+            re.findall("<!-- (.*) -->", path.read_text())
+            for path in (tmp_path / "picture.svg", DOCS / "images" / f"{file}.svg")
+        )
+        assert drawn == shown != [], f"`python -m docs.pictures {name}` draws {file}.svg again"
 
 
 def test_an_output_that_is_no_longer_true_is_found() -> None:
