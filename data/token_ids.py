@@ -26,9 +26,13 @@ def check_tokens(files: dict[str, bytes], name: str) -> None:
         why = f"{CONFIG} beside it must have added_tokens_decoder as "
         why += '{"ID": {"content": "TOKEN", …}, …}'
         raise UserError("tokenizer", name, why, "correct it, or copy the file again") from None
+    if JSON in files:
+        added_there = parse(files[JSON], f"{name}: {JSON}").get_added_tokens_decoder().values()
+        texts_have += [token.content for token in added_there if not token.special]
     for token in texts_have if MODEL in files else ():
         if token not in vocabularies[MODEL]:
-            why = f"texts have {token!r} as one token by {CONFIG}, and {MODEL} would spell it"
+            where = CONFIG if token in vocabularies[CONFIG] else JSON
+            why = f"texts have {token!r} as one token by {where}, and {MODEL} would spell it"
             raise UserError("tokenizer", name, why, f"give the {JSON} of the same model: {GIVE}")
     vocabularies["added_tokens.json"] = {t: i for t, i in added.items() if type(i) is int}
     seen: dict[str | int, tuple[str | int, str]] = {}  # token → id and file; id → token and file

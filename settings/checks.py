@@ -236,6 +236,8 @@ def check_learning_rate(config: OptimizerConfig, phase: range, steps_of_run: int
             return
         why = f"schedule {config.schedule} does not read it"
         remedy = "leave it out, or set optimizer.schedule=wsd"
+    elif not steps_of_run:
+        return
     elif not 0 < decay <= steps:
         why = f"schedule wsd decays over the last steps of {given}"
         remedy = f"give a number between 1 and {steps}, often a tenth or a fifth of it"

@@ -43,6 +43,16 @@ def load_config(path: str, overrides: list[str]) -> Config:
     return _build(raw)
 
 
+def load_section(name: str, path: str, overrides: list[str]) -> Any:
+    """One section of a file, with its overrides. The others may be wrong. Raises UserError."""
+    raw = {name: _moved(_read(path)).get(name, {})}
+    for override in overrides:
+        if override.startswith(f"{name}."):
+            _apply(override, raw)
+    _check_keys(raw)
+    return SECTIONS[name](**raw[name])
+
+
 def load_saved(folder: Path) -> Config:
     """The configuration that a run wrote to its folder. (An older version wrote `stages` for
     `data_stages`, and keys that have moved since.) Raises UserError."""
@@ -171,8 +181,7 @@ def _value(name: str, text: str, section: str, key: str) -> Any:
     return text if verbatim and not quoted and type(value) not in types - {str, dict} else value
 
 
-def _build(raw: dict[Any, Any]) -> Config:
-    entries = raw.pop("data_stages", None)
+def _check_keys(raw: dict[Any, Any]) -> None:
     for section, given in raw.items():
         if section not in SECTIONS:
             known = [*SECTIONS, "data_stages"]
@@ -185,6 +194,11 @@ def _build(raw: dict[Any, Any]) -> Config:
         for key, value in given.items():
             if key not in KEYS[section]:
                 raise no_such_key(section, str(key), value, KEYS)
+
+
+def _build(raw: dict[Any, Any]) -> Config:
+    entries = raw.pop("data_stages", None)
+    _check_keys(raw)
     built = {section: cls(**raw.get(section, {})) for section, cls in SECTIONS.items()}
     config = Config(**built, data_stages=read_entries(entries))
     stages, tasks = data_stages(config), config.train.tasks  # raises if an entry does not fit

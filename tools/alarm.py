@@ -3,7 +3,8 @@
 
 For job scripts: slurm/train_70b.sh calls it when a job gives up, because no rank is left that
 could (runtime/monitor/). The alarm goes to run.on_event, as event "job"; without that key, nothing
-is sent. The exit status is 1 if it could not be delivered, and 2 if the configuration is refused.
+is sent. Only the section `run` is read, because the job may end as another one is refused. The exit
+status is 1 if the alarm could not be delivered, and 2 if this section is refused.
 """
 
 import os
@@ -16,7 +17,7 @@ from errors import UserError
 from runtime.monitor.alarms import alarm
 from runtime.monitor.check import on_event
 from runtime.monitor.send import Sender
-from settings.load import load_config
+from settings.load import load_section
 from tools.command import CommandParser, run_command
 
 LIMIT_SECONDS = 120.0  # longer than all attempts together (runtime/monitor/send.py)
@@ -28,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.configuration("CONFIG.yaml", "the configuration of the run")
     options = parser.parse_intermixed_args(arguments)
     try:
-        config = load_config(options.config, options.overrides)
-        target = on_event(config)
+        run = load_section("run", options.config, options.overrides)
+        target = on_event(run)
     except UserError as error:
         print(f"error: no alarm is sent: {error}", file=sys.stderr)
         return 2
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     sender = Sender(target, os.getcwd(), lambda *_: None)  # it logs why an alarm is lost
     event = {"event": "job", "time": time.time(), "says": options.text}
-    sender.send(alarm(config.run.dir, str(Path(config.run.dir).absolute()), event))
+    sender.send(alarm(run.dir, str(Path(run.dir).absolute()), event))
     sender.finish(LIMIT_SECONDS, pauses=True)
     return 0 if sender.delivered else 1
 

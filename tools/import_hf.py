@@ -33,7 +33,7 @@ NEXT = """\
 to continue training it, copy the section in {out}/model.yaml to a configuration, such as \
 configs/mine.yaml, and run
   python -m tools.prepare --source 'corpus/*.jsonl' --tokenizer {out} --out prepared/mine
-  torchrun --nproc-per-node 8 train.py configs/mine.yaml data.path=prepared/mine \\
+  python -m tools.launch --nproc-per-node 8 configs/mine.yaml data.path=prepared/mine \\
       checkpoint.load_weights_only={out}"""
 
 

@@ -82,9 +82,15 @@ def find_start(config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
 
 
 def _check_weights(path: Path, config: Config, data: Mixture) -> None:
-    """Raise UserError if the checkpoint has another model, and warn if it has another tokenizer
-    than the data: a vocabulary may be replaced on purpose. Called on rank 0."""
-    check_model(path, parse_trainer(path), config, ROTATION_KEYS)
+    """Raise UserError if the checkpoint has another model, and warn if its positions are rotated
+    otherwise or it has another tokenizer than the data, which may be on purpose. Called on rank 0.
+    """
+    trainer = parse_trainer(path)
+    check_model(path, trainer, config, ROTATION_KEYS)
+    for key in sorted(ROTATION_KEYS):
+        was, now = (getattr(each, key) for each in (trainer.model_config_saved, config.model))
+        if was != now:
+            log(f"warning: model.{key}={now}, and the weights in {path} were trained with {was}")
     try:
         sha256 = Tokenizer.load(path).sha256
     except UserError:  # none that can be read

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from errors import UserError
 from runtime.monitor.send import is_webhook
 from settings.config import Config
+from settings.sections import RunConfig
 
 LOOPBACK = "127.0.0.1"
 VARIABLE = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)\}?")
@@ -20,7 +21,7 @@ VARIABLE = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)\}?")
 def check_alerts(config: Config) -> None:
     """Raise UserError if run.on_event, run.prometheus or checkpoint.after_commit cannot work.
     Called on rank 0, whose machine does all of it."""
-    target = on_event(config)
+    target = on_event(config.run)
     if is_webhook(target):
         _check_url(config.run.on_event, target)
     elif target:
@@ -31,10 +32,10 @@ def check_alerts(config: Config) -> None:
         prometheus(str(config.run.prometheus))
 
 
-def on_event(config: Config) -> str:
+def on_event(config: RunConfig) -> str:
     """Return run.on_event, with the value of the variable if it names one: so that a secret is not
     in config.yaml, where others can read it."""
-    setting = config.run.on_event
+    setting = config.on_event
     found = VARIABLE.fullmatch(setting)
     if found is None:
         return setting

@@ -67,7 +67,7 @@ class Monitor:
             "due": PAUSE_SECONDS,
             # torchrun does not, and where its end ends a container or a job, also the monitor's
             "launcher_records": "TORCHELASTIC_RUN_ID" not in os.environ,
-            "on_event": on_event(self.config),
+            "on_event": on_event(self.config.run),
             "prometheus": run.prometheus and prometheus(str(run.prometheus)),
             "after_commit": checkpoint.after_commit,
             "after_commit_seconds": checkpoint.after_commit_minutes * 60,

@@ -24,8 +24,9 @@ from runtime.start.attention import describe_attention
 from runtime.start.environment import local_world
 from runtime.start.host import CONNECTIONS, advised_connections
 from settings.config import SECTIONS, Config
-from settings.data_stages import DataStage, data_stages
+from settings.data_stages import DataStage, data_stage_of, data_stages
 from settings.load import changed_between, dump_config, load_saved
+from training.learning_rate import learning_rate
 
 # Sections that do not change what is trained.
 ABOUT_THE_RUN = ("run", "checkpoint")
@@ -43,7 +44,7 @@ def announce(run: Run, whole: Config, spares: dict[str, int]) -> None:
     if dist.get_rank() != 0:
         return
     folder = Path(config.run.dir)
-    about += notices(whole, start.path)  # reads the last config.yaml
+    about += notices(whole, start.path, start.step)  # reads the last config.yaml
     write_or_warn(folder / "config.yaml", dump_config(whole))
     about += [f"{num_parameters(config.model):,} parameters on {mesh.describe()}"]
     about += [describe_nodes(mesh.sizes, local_world(dist.get_world_size()))]
@@ -78,9 +79,9 @@ def announce_data_stage(run: Run, stages: list[DataStage]) -> None:
     log(f"{where}, begins: {', '.join(changes) or 'nothing changes'}")
 
 
-def notices(config: Config, path: Path | None) -> list[str]:
+def notices(config: Config, path: Path | None, step: int = 0) -> list[str]:
     """The lines for the log, before the run's own config.yaml is replaced. `path`: the checkpoint
-    that this start continues from, or whose weights it begins with, if any."""
+    that this start continues from, at `step`, or whose weights it begins with, if any."""
     found, model = [*config.model.doubts(), *config.optimizer.doubts()], config.model
     if (experts := model.find(Experts)) is not None and not (
         experts.router_aux_weight or router_class(model.router).bias_rate(model)
@@ -95,23 +96,27 @@ def notices(config: Config, path: Path | None) -> list[str]:
             found += [where + doubt for doubt in _doubts_of_phase(stage)]
     if config.checkpoint.interval == "never":
         found.append("checkpoint.interval is never: the run saves only when stopped or asked")
-    changed = what_changed(path.resolve(), config) if path is not None else []
+    changed = what_changed(path.resolve(), config, step) if path is not None else []
     return changed + [f"warning: {doubt}" for doubt in found]
 
 
-def what_changed(path: Path, config: Config) -> list[str]:
-    """At most one line, `changed since …: train.steps 400 → 110`: the settings that differ from
-    those of the last start of the run folder that holds the checkpoint `path`, this run's or
-    another's."""
+def what_changed(path: Path, config: Config, step: int) -> list[str]:
+    """At most one line, `changed since …: train.steps 400 → 110`: the settings at step `step` that
+    differ from those of the last start of the run folder that holds the checkpoint `path`, this
+    run's or another's; and what they make of the learning rate."""
     folder = path.parent.parent
     try:
         before = load_saved(folder)
+        was, now = (data_stage_of(data_stages(each), step) for each in (before, config))
     except UserError as error:  # a copy, made by a tool, or an older version's
         why = str(error).partition("\n")[0]
         return [f"what changed since {path} was saved is not known: {why}"]
     training = [section for section in SECTIONS if section not in ABOUT_THE_RUN]
-    changes = changed_between(before, config, training)
+    changes = changed_between(was.config, now.config, training)
     changes += ["data_stages"] if before.data_stages != config.data_stages else []
+    rates = [f"{learning_rate(step, each.phase, each.config.optimizer):.3g}" for each in (was, now)]
+    if step and rates[0] != rates[1]:
+        changes.append(f"so the learning rate of step {step + 1} {' → '.join(rates)}")
     return [f"changed since the last start of {folder}: {', '.join(changes)}"] if changes else []
 
 

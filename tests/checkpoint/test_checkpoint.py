@@ -355,17 +355,19 @@ def test_a_checkpoint_has_the_tokenizer_of_its_data(ranks, data, tmp_path):
 
 
 def test_weights_with_another_tokenizer_than_the_data_are_warned_of(ranks, saved, data, tmp_path):
-    """They are used: a vocabulary may be replaced on purpose."""
+    """They are used: a vocabulary may be replaced on purpose. So may the rotation."""
     prepare(SOURCE, other_tokenizer(), tmp_path / "data", workers=1)
     start = [str(saved / "config.yaml"), f"checkpoint.load_weights_only={saved / 'run'}"]
     start += ["checkpoint.interval=never", "train.steps=1", "parallel.tp=1", "parallel.pp=1"]
     for folder, count in (data, 0), (tmp_path / "data", 1):
         more = [f"data.path={folder}", f"run.dir={tmp_path / str(count)}"]
+        more += ["model.rope_theta=500"] * count
         ((refusal, said),) = ranks.run(runs.heard, 1, [*start, *more])
-        assert (refusal, said.count("were trained with another tokenizer")) == ("", count)
+        assert (refusal, said.count("were trained with")) == ("", 2 * count)
     path = runs.checkpoint_of(saved, 6)
     assert f"{path} were trained with another tokenizer (sha256 {tokenizer().sha256[:12]}" in said
     assert f"{tmp_path / 'data' / MODEL} ({other_tokenizer().sha256[:12]}…)" in said
+    assert f"model.rope_theta=500.0, and the weights in {path} were trained with 500000.0" in said
 
 
 def train_among_others(arguments: list[str]) -> tuple[str, str]:

@@ -98,10 +98,15 @@ def test_what_llama_cpp_does_not_read_is_said(
     assert "--override-kv" in capsys.readouterr().out
 
 
-def other_tokenizer_json() -> dict[str, Any]:
+def other_tokenizer_json(added: str = "") -> dict[str, Any]:
+    """With two tokens in each other's places, or with another one that texts have."""
     made = json.loads(huggingface_files(tokenizer(), 32)[JSON])
     vocab = made["model"]["vocab"]
-    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    if added:
+        made["added_tokens"] += [{**made["added_tokens"][0], "id": END, "content": added,
+                                  "special": False}]  # fmt: skip
+    else:
+        vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     return made
 
 
@@ -131,6 +136,8 @@ DISAGREE: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
     "an added token of texts": (
         {TOKENIZER_CONFIG: {"added_tokens_decoder": {str(END): {"content": "<think>"}}}},
         ["texts have '<think>' as one token by tokenizer_config.json"]),
+    "one of tokenizer.json": ({JSON: other_tokenizer_json("<think>")},
+                              ["texts have '<think>' as one token by tokenizer.json"]),
     "tokenizer.json": ({JSON: other_tokenizer_json()},
                        [f"{JSON} says that token ", f"{MODEL} says "]),
     "theta": ({MODEL_CONFIG: {"rope_parameters": {"rope_theta": 5e5}}},

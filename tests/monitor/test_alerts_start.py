@@ -112,9 +112,11 @@ def test_a_job_that_gives_up(monkeypatch, data, tmp_path, capsys):
     monkeypatch.setattr(send, "RETRY_SECONDS", (0.0, 0.0, 0.0))
     config = runs.write_config(tmp_path, data)
     assert alarm.main(["gives up", config]) == 0  # nobody is to be told
+    with open(config, "a") as file:
+        file.write("trian: {steps: 2}\n")  # the job may end because of this
     with Receiver() as server:
         told = f"run.on_event={server.url}"
-        assert alarm.main(["Slurm job 7.2 gives up", config, told]) == 0
+        assert alarm.main(["Slurm job 7.2 gives up", config, "train.setps=3", told]) == 0
     (received,) = server.received
     assert received["text"] == f"{tmp_path}/run: Slurm job 7.2 gives up"
     assert (received["event"], received["step"]) == ("job", None)
@@ -122,6 +124,7 @@ def test_a_job_that_gives_up(monkeypatch, data, tmp_path, capsys):
     assert "not delivered" in capsys.readouterr().err
     assert alarm.main(["gives up", config, "run.on_event=$NOT_SET_ANYWHERE"]) == 2
     assert "export NOT_SET_ANYWHERE" in capsys.readouterr().err
+    assert alarm.main(["gives up", config, "run.on_evnt=x"]) == 2
     assert not (tmp_path / "run").exists()
 
 

@@ -93,6 +93,8 @@ def test_what_a_run_measured():
             clock += 2.0
             spent = {"steps": 2.0} | ({"start": 6.0} if step == first + 1 else {})
             add("spent", step=step, seconds=spent)
+            if step == first + 1:
+                add("started", step=step, seconds={"step": 6.0})
             if step % 5 == 0:
                 clock += 0.5
                 saved = {"bytes": 1, "stall_seconds": 0.4, "write_seconds": 1.0}
@@ -107,6 +109,9 @@ def test_what_a_run_measured():
     assert "best interval between saves: 10 steps (20.0 s)" in best
     assert took == "measured: a save 0.5 s, its writing 1.0 s, a start 6.0 s"
     assert len(report.goodput(events, 0.0)) == 2, "nothing fails"
+    more = [{**event, "step": 20} for event in events if event["event"] in ("spent", "started")][:2]
+    *_, took = report.goodput([*events, *more], rate)  # a later data stage of the same process
+    assert took.endswith("a start 6.0 s")
     for event in events:  # a GPU copies while the host goes on
         event |= {"stall_seconds": 2.0} if "stall_seconds" in event else {}
     _, best, took = report.goodput(events, rate)
@@ -146,6 +151,11 @@ def test_the_plan():
     hourly = planned(256, "checkpoint.interval=auto", "checkpoint.failures_per_gpu_day=1e-7")
     assert hourly["interval_steps"] == 360 < hourly["best_interval_steps"]
     assert describe_goodput(planned(256, "checkpoint.failures_per_gpu_day=0")) == []
+    # training waits for the copy to the host, or until all is written
+    slow = planned(16_384, "checkpoint.interval=auto", "checkpoint.async_save=false")
+    written = (large["restart_seconds"] - H100.restart_seconds) / 2
+    assert slow["save_seconds"] == pytest.approx(large["save_seconds"] + written)
+    assert slow["best_interval_steps"] > large["best_interval_steps"]
     # without saves a failure costs all steps
     never = planned(16_384, "checkpoint.interval=never")
     assert (never["interval_steps"], never["effective_training_time"]) == (None, 0.0)

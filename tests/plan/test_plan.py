@@ -192,6 +192,10 @@ def test_the_guides_table() -> None:
     # Bytes per parameter: sharded weights 4 and moments 8; whole weights 2; gradients 4, which are
     # sharded from stage 2 on.
     assert ours == pytest.approx([12 + 2 + 4, 3 + 2 + 4, 3 + 2 + 1, 3 + 1], rel=1e-3)
+    # the host holds what is offloaded; one rank computes with its float32 weights themselves
+    for override, ranks, each in (("parallel.offload=host", 4, 1), ("train.dtype=float32", 1, 16)):
+        held = our_bytes(load_config(LLAMA_8B, [override]), ranks, 3)
+        assert sum(held.values()) / numel == pytest.approx(each, rel=1e-3)
 
 
 def test_all_ranks_wait_for_busy_experts() -> None:

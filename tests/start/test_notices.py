@@ -24,6 +24,35 @@ def test_what_changed_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("settings", "changed"),
+    [
+        (["train.micro_batch_size=4"], ""),  # the data stage's own counts
+        (["data_stages.1.train.micro_batch_size=4"],
+         ": train.micro_batch_size 8 → 4, data_stages"),
+        (["data_stages.1.optimizer.lr=1e-2"], ": optimizer.lr 0.001 → 0.01, data_stages, so the "
+         "learning rate of step 121 0.001 → 0.01"),
+        (["data_stages=[{from_step: 100, optimizer: {lr: 1e-3, schedule: stable}, train: "
+          "{micro_batch_size: 8}}, {from_step: 140, optimizer: {lr: 1e-4}}]"], ": data_stages"),
+        (["train.steps=200"], ": train.steps 160 → 200"),
+    ],
+)  # fmt: skip
+def test_what_changed_in_the_data_stage_that_runs(tmp_path, settings, changed):
+    one = ["data_stages=[{from_step: 100, optimizer: {lr: 1e-3, schedule: stable}, train: "
+           "{micro_batch_size: 8}}]"]  # fmt: skip
+    (tmp_path / "config.yaml").write_text(dump_config(load_config(CONFIG, one)))
+    path = tmp_path / "checkpoints" / "step-00000120"
+    lines = notices(load_config(CONFIG, one + settings), path, 120)
+    assert lines == [f"changed since the last start of {tmp_path}{changed}"] * bool(changed)
+
+
+def test_a_data_stage_ahead_that_ends_the_phase_of_today_changes_the_rate(tmp_path):
+    (tmp_path / "config.yaml").write_text(dump_config(load_config(CONFIG, [])))
+    ahead = load_config(CONFIG, ["data_stages=[{from_step: 130, optimizer: {lr: 1e-3}}]"])
+    (line,) = notices(ahead, tmp_path / "checkpoints" / "step-00000120", 120)
+    assert line.endswith(": data_stages, so the learning rate of step 121 0.000808 → 0.000355")
+
+
+@pytest.mark.parametrize(
     ("settings", "said"),
     [
         ([], ""),
@@ -51,6 +80,7 @@ def test_a_resumed_run_names_what_changed(ranks, data, tmp_path):
     changes = ["train.steps=3", "optimizer.lr=0.002"]
     ((refusal, log),) = ranks.run(heard, 1, [config, *changes], "stdout")
     assert refusal == ""
-    changed = "train.steps 2 → 3, optimizer.lr 0.003 → 0.002"
+    changed = "train.steps 2 → 3, optimizer.lr 0.003 → 0.002, "
+    changed += "so the learning rate of step 3 0.003 → 0.002"
     said = f"changed since the last start of {tmp_path / 'run'}: {changed}"
     assert re.findall("changed since.*", log) == [said]

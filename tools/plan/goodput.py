@@ -41,9 +41,10 @@ def goodput(config: Config, world: int, device: Device, step_seconds: float) -> 
     """The figures of a job on `world` GPUs, from planned bytes and assumed rates (hardware.py).
 
     Each rank copies its part of the weights and states to its host, while training waits, and all
-    nodes write them once. A restart reads them twice: for the checksums, and to load them. The
-    interval is checkpoint.interval, or what a run would choose if that is `auto`. With 0 and
-    `never` it is None, and a failure costs all steps.
+    nodes write them once. (Without checkpoint.async_save it waits for this too.) A restart reads
+    them twice: for the checksums, and to load them. The interval is checkpoint.interval, or what a
+    run would choose if that is `auto`. With 0 and `never` it is None, and a failure costs all
+    steps.
     """
     checkpoint, part = state_bytes(config), bytes_of_rank(config, world)
     nodes = math.ceil(world / device.gpus_per_node)
@@ -52,6 +53,9 @@ def goodput(config: Config, world: int, device: Device, step_seconds: float) -> 
         moved = part * 5 / 3 * device.gpus_of_node(world)
         save = max(save, moved / device.disk_bytes_per_second)
     written = checkpoint / (nodes * device.storage_bytes_per_second)
+    commit = save + written
+    if not config.checkpoint.async_save:
+        save = commit
     mtbf = mtbf_of(config.checkpoint.failures_per_gpu_day, world)
     restart = device.restart_seconds + 2 * written
     seconds, interval = best_interval(save, mtbf), config.checkpoint.interval
@@ -59,7 +63,7 @@ def goodput(config: Config, world: int, device: Device, step_seconds: float) -> 
         interval = max(1, math.ceil(within_limits(seconds, written) / step_seconds))
     steps = interval if isinstance(interval, int) and interval else None
     each = (steps or max(1, config.train.steps)) * step_seconds
-    found = shares(each, save=save, commit=save + written, restart=restart, mtbf=mtbf)
+    found = shares(each, save=save, commit=commit, restart=restart, mtbf=mtbf)
     missing = DAY / mtbf * NODE_LOST_SHARE * device.repair_days
     rare = math.isinf(mtbf)  # never
     return {

@@ -39,10 +39,12 @@ def our_bytes(config: Config, ranks: int, zero_stage: int) -> dict[str, float]:
     shard = layout.sizes.dp_shard
     weights = [weight for unit in layout.units(0) for weight in unit.weights]
     numel = sum(weight.numel for weight in weights)
+    here = not layout.offloads  # whether the states are in the GPU's memory
+    gathers = zero_stage < 3 and not (layout.whole and layout.compute == layout.master)
     return {
-        WEIGHTS: numel * layout.master / shard,
-        MOMENTS: sum(map(layout.bytes_of_states, weights)) / shard,
-        GATHERED: numel * layout.compute if zero_stage < 3 else 0.0,
+        WEIGHTS: numel * layout.master / shard * here,
+        MOMENTS: sum(map(layout.bytes_of_states, weights)) / shard * here,
+        GATHERED: numel * layout.compute * gathers,
         GRADIENTS: numel * layout.reduce if zero_stage < 2 else 0.0,
         SHARDED_GRADIENTS: numel * max(layout.reduce, layout.master) / shard * (zero_stage >= 2),
     }
