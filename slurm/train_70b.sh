@@ -169,6 +169,7 @@ on_nodes() {
   exec srun --ntasks-per-node=1 --wait=0 --cpus-per-task="$cpus_per_task" "${options[@]}" \
     "${inside[@]}" bash -c '
     trap "" USR1
+    ulimit -Sn "$(ulimit -Hn)" || true # each rank holds a socket to the store in torchrun
     if [ -n "${NODE_LOGS:-}" ]; then
       export PET_LOG_DIR=$NODE_LOGS/$SLURMD_NODENAME
       exec >>"$NODE_LOGS/$SLURMD_NODENAME.log" 2>&1

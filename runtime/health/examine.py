@@ -49,7 +49,7 @@ from parallel.placement import replicated_over
 from runtime.agreement import from_rank_0
 from runtime.health.compare import Computed, compute, disputes, passed_on, settle
 from runtime.health.excluded import exclude, node_name
-from runtime.health.replicas import ReplicasDiffer
+from runtime.health.replicas import MOST, ReplicasDiffer, few
 from runtime.listener import Listener, Run
 from runtime.log.events import NOT_EXAMINED, PERSISTENT, REPRODUCIBLE, TRANSIENT, read_events
 from runtime.output import log
@@ -305,7 +305,8 @@ class Examination(Listener):
             examined = "" if verdict.verdict == NOT_EXAMINED else "examined: "
             log(f"warning: {cause}; {examined}{self._describe(verdict)}")
             nodes = sorted({self.nodes[rank] for rank in verdict.ranks})
-            about = {"step": run.step, "cause": cause, "nodes": nodes, **asdict(verdict)}
+            about = {"step": run.step, "cause": cause, **asdict(verdict)}
+            about |= {"nodes": nodes[:MOST], "ranks": verdict.ranks[:MOST]}
             run.log.event("suspicion", **about)
             run.for_status["suspicion"] = about
             for node in nodes if verdict.is_sure else []:
@@ -313,5 +314,5 @@ class Examination(Listener):
         return verdict
 
     def _describe(self, verdict: Verdict) -> str:
-        where = ", ".join(f"rank {rank} on {self.nodes[rank]}" for rank in verdict.ranks)
+        where = few(f"rank {rank} on {self.nodes[rank]}" for rank in verdict.ranks)
         return f"{verdict.verdict}{f', {where}' if where else ''}: {verdict.why}"

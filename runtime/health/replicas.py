@@ -14,6 +14,7 @@ the hash of most are named; if there is none, as with two copies, all are.
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ from training.step import TrainStep
 class ReplicasDiffer(RunFailed):
     """Copies differ; the message names the ranks."""
 
+
+MOST = 20  # ranks that a message names
 
 # the axis, and the first rank of a group of copies on it → the hash of this rank's
 Hashes = dict[tuple[str, int], int]
@@ -58,7 +61,13 @@ def check_replicas(train: TrainStep) -> None:
     dist.all_gather_object(everyone, hashes)
     if found := odd_copies(everyone):
         remedy = "Restart from the last checkpoint, without the machine of that rank"
-        raise ReplicasDiffer("; ".join(found) + f". {remedy}")
+        raise ReplicasDiffer(few(found, "; ") + f". {remedy}")
+
+
+def few(items: Iterable[object], separator: str = ", ") -> str:
+    """At most MOST items: with thousands of ranks, a pipe or a webhook would not take all."""
+    named = [*map(str, items)]
+    return separator.join(named[:MOST]) + f" and {len(named) - MOST} more" * (len(named) > MOST)
 
 
 def odd_copies(everyone: list[Hashes]) -> list[str]:
@@ -69,7 +78,7 @@ def odd_copies(everyone: list[Hashes]) -> list[str]:
             groups[group][rank] = value
     found = []
     for (axis, _), values in sorted(groups.items()):
-        ranks = ", ".join(map(str, values))
+        ranks = few(values)
         common, count = Counter(values.values()).most_common(1)[0]
         odd = [rank for rank, value in values.items() if value != common]
         if 2 * count <= len(values):  # nobody knows which is right

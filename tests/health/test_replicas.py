@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from parallel.axes import MeshSizes
 from proofs.parity.cases import Case
-from runtime.health.replicas import ReplicasDiffer, check_replicas, odd_copies
+from runtime.health.replicas import ReplicasDiffer, check_replicas, few, odd_copies
 from tests import runs
 from tests.health.faulty_runs import flip_a_bit
 from tests.steps import make_step, rows_of
@@ -69,6 +69,17 @@ def test_half_of_the_copies_are_no_majority():
     (said,) = odd_copies([{("tp", 0): value} for value in values])
     assert said == "ranks 0, 1, 2, 3, copies over tp, hold different numbers"
     assert odd_copies([{("tp", 2 * (rank // 2)): value} for rank, value in enumerate(values)]) == []
+
+
+def test_what_is_said_of_many_ranks_is_short():
+    """The monitor's pipe takes 64 KiB at once, and a command's environment twice as much."""
+    half = [{("dp_replicate", 0): rank % 2} for rank in range(16_384)]
+    (said,) = odd_copies(half)
+    assert said.startswith("ranks 0, 1, 2, ")
+    assert "19 and 16364 more, copies over" in said
+    few_odd = odd_copies([{("tp", 0): int(rank < 4096)} for rank in range(16_384)])
+    assert len(few_odd) == 4096
+    assert len(few(few_odd, "; ")) < 10_000
 
 
 def test_a_comparison_without_a_save_is_no_time_of_saving(ranks, data, tmp_path):
