@@ -194,7 +194,7 @@ def _read_index(folder: Path) -> dict:
     except OSError as error:
         raise_passing(error)
         why = f"it contains no prepared data (index.json: {error.strerror})"
-        remedy = "prepare it: `make data`, or `python -m tools.prepare`"
+        remedy = "prepare it with `python -m tools.prepare`; `make data` prepares prepared/laptop"
         raise UserError("data.path", str(folder), why, remedy) from error
     except ValueError as error:
         why = f"its index is damaged: {error}"

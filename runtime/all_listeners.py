@@ -96,7 +96,9 @@ class EndRecorder(Listener):
             state, reason = "finished", "all steps done"
             never = run.config.checkpoint.interval == "never"
             unsaved = "; checkpoint.interval=never: saved only on request" if never else ""
-            said = f"finished after {run.step} steps{unsaved}; {where}"
+            none_left = run.step == run.start.step > 0
+            more = "; none was left: to go on, raise train.steps" if none_left else ""
+            said = f"finished after {run.step} steps{more}{unsaved}; {where}"
         if error is None:
             log(said, sys.stdout)
         run.log.end(state, reason, **run.for_status)

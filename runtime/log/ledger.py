@@ -96,6 +96,8 @@ class Account:
             for cause, value in event["seconds"].items():
                 seconds[cause] += value
             self._last = (self._last or event["time"]) + sum(event["seconds"].values())
+        if kind == "end" and event.get("state") == "finished":
+            self._last = None  # if somebody raises train.steps later, nothing was down until then
 
 
 def _cut(

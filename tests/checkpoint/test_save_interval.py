@@ -101,6 +101,8 @@ def test_by_default_a_run_can_be_exported(ranks, data, tmp_path):
     config.write_text(text.replace("checkpoint:\n  interval: never\n", "checkpoint: {}\n"))
     ((refusal, said),) = ranks.run(runs.heard, 1, [str(config)], "stdout")
     assert (refusal, "finished after 1 steps; run folder" in said) == ("", True)
+    ((refusal, said),) = ranks.run(runs.heard, 1, [str(config)], "stdout")
+    assert (refusal, "after 1 steps; none was left: to go on, raise train" in said) == ("", True)
     arguments = ["--checkpoint", str(tmp_path / "run"), "--out", str(tmp_path / "out")]
     assert export.main(arguments) == 0
 

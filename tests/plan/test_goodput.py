@@ -112,6 +112,9 @@ def test_what_a_run_measured():
     more = [{**event, "step": 20} for event in events if event["event"] in ("spent", "started")][:2]
     *_, took = report.goodput([*events, *more], rate)  # a later data stage of the same process
     assert took.endswith("a start 6.0 s")
+    # nothing was down between the end of the training and a later start with more steps
+    later = {**events[0], "began": clock + 1e6, "time": clock + 1e6, "step": 20}
+    assert report.goodput([*events, later], rate)[0] == effective
     for event in events:  # a GPU copies while the host goes on
         event |= {"stall_seconds": 2.0} if "stall_seconds" in event else {}
     _, best, took = report.goodput(events, rate)
