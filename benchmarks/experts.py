@@ -58,11 +58,7 @@ def same_work(dense: Config, experts: Config) -> bool:
     train on the same tokens."""
     model = experts.model
     routers = len(model.layers_with_experts) * model.of(Experts).count * model.dim
-    same = (dense.train, dense.optimizer, dense.data) == (
-        experts.train,
-        experts.optimizer,
-        experts.data,
-    )
+    same = all(getattr(dense, of) == getattr(experts, of) for of in ("train", "optimizer", "data"))
     return same and num_active_parameters(model) - routers == num_active_parameters(dense.model)
 
 

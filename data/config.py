@@ -32,3 +32,7 @@ class DataConfig:
     document_mask: bool = False
     # number of batches that the loader's thread reads ahead
     prefetch: Annotated[int, between(1, 1000)] = 2
+
+    def weights(self) -> dict[str, float]:
+        """Each folder of `path`, with its weight."""
+        return self.path if isinstance(self.path, dict) else {self.path: 1.0}

@@ -174,7 +174,7 @@ def open_data(
 ) -> Mixture:
     """Opens split `train` or `heldout` of every folder in `config.path`. Raises UserError if any of
     them is not usable."""
-    paths = config.path if isinstance(config.path, dict) else {config.path: 1.0}
+    paths = config.weights()
     if not paths:
         why = "it names no data"
         raise UserError("data.path", paths, why, "give a prepared folder, or {folder: weight, …}")

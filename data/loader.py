@@ -19,14 +19,7 @@ import torch
 from torch import Tensor
 
 from data.dataset import Mixture
-from data.sampler import (
-    MIXTURE_PERIOD,
-    SampleOrder,
-    count_windows,
-    merge_ranges,
-    mixture_pattern,
-    next_samples,
-)
+from data.sampler import SampleOrder, count_windows, counts, merge_ranges, next_samples
 from errors import UserError
 from tokens import IGNORE
 
@@ -219,14 +212,6 @@ def _continued(
         for number, count in zip(mine, counts(stage.data.weights, stage.samples), strict=True):
             passed[number] += count
     return mine, [passed[number] for number in mine]
-
-
-def counts(weights: Sequence[float], samples: int) -> list[int]:
-    """How many of the first `samples` samples of a mixture come from each source."""
-    source_of, _, quota = mixture_pattern(weights)
-    periods, rest = divmod(samples, MIXTURE_PERIOD)
-    found = Counter(source_of[:rest].tolist())
-    return [periods * int(in_period) + found[s] for s, in_period in enumerate(quota)]
 
 
 def _assemble(

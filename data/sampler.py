@@ -15,6 +15,7 @@ which batch.
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -107,6 +108,14 @@ def mixture_pattern(weights: Sequence[float]) -> tuple[np.ndarray, np.ndarray, n
     ranks = np.concatenate([np.arange(q) for q in quota])
     order = np.argsort((ranks + 0.5) / quota[sources], kind="stable")
     return sources[order], ranks[order], quota
+
+
+def counts(weights: Sequence[float], samples: int) -> list[int]:
+    """How many of the first `samples` samples of a mixture come from each source."""
+    source_of, _, quota = mixture_pattern(weights)
+    periods, rest = divmod(samples, MIXTURE_PERIOD)
+    found = Counter(source_of[:rest].tolist())
+    return [periods * int(in_period) + found[s] for s, in_period in enumerate(quota)]
 
 
 class SampleOrder:

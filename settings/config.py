@@ -13,13 +13,7 @@ from parallel.config import ParallelConfig
 from parallel.pipeline.actions import Action
 from parallel.pipeline.balance import LayerCosts
 from parallel.pipeline.schedules import build_schedule
-from settings.sections import (
-    CheckpointConfig,
-    GuardConfig,
-    OptimizerConfig,
-    RunConfig,
-    TrainConfig,
-)
+from settings.sections import CheckpointConfig, GuardConfig, OptimizerConfig, RunConfig, TrainConfig
 
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
 Entry = dict[str, Any]  # of the list `data_stages`: where it begins, and keys by section

@@ -19,11 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.timing import DEVICE, ON_GPU, Work, compiled
-from model.kernels.cross_entropy import (
-    Normaliser,
-    gradient_over_logits_,
-    token_losses,
-)
+from model.kernels.cross_entropy import Normaliser, gradient_over_logits_, token_losses
 from model.kernels.rms_norm import add_rms_norm, rms_norm
 from model.kernels.rotary import rotate
 from model.kernels.swiglu import swiglu

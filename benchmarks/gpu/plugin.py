@@ -32,6 +32,7 @@ import torch.distributed as dist
 from benchmarks.gpu.page import FAILED, MEASURED, NEEDS, NO_TIME, OUT_OF_MEMORY, in_short
 from benchmarks.gpu.timing import DEVICE, free_memory
 from model.kernels.backend import why_not_triton
+from runtime.log.log_lines import finite
 from runtime.start.init import init_distributed
 
 TEXT_CHARACTERS = 3000  # of what is said about a failure, from its end
@@ -147,7 +148,7 @@ class Rows:
     def append(self, entry: dict[str, Any]) -> None:
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(strict(entry), allow_nan=False) + "\n")
+                file.write(json.dumps(finite(entry), allow_nan=False) + "\n")
 
     def plan(self, ids: list[str]) -> None:
         if ids and not self.planned:
@@ -192,12 +193,3 @@ def name_of(node_id: str) -> str:
         return node_id.removeprefix("tests/")
     function, bracket, parameters = name.partition("[")
     return parameters.removesuffix("]") if bracket else function.replace("_", " ")
-
-
-def strict(value: Any) -> Any:
-    """Replaces non-finite numbers, which JSON does not have, by their names."""
-    if isinstance(value, dict):
-        return {key: strict(of_key) for key, of_key in value.items()}
-    if isinstance(value, list | tuple):
-        return [strict(of_list) for of_list in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

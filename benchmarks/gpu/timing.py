@@ -13,7 +13,6 @@ nothing outside the time.)
 import gc
 import os
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hardware import data_sheet_of
+from runtime.device import seconds_between, time_mark
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -58,11 +58,7 @@ class Clock:
         for _ in range(self.warm_up):
             work.run(work.prepare())
         marks = [self._sample(work) for _ in range(self.samples)]
-        if ON_GPU:
-            torch.cuda.synchronize()
-            samples = [start.elapsed_time(end) for start, end in marks]
-        else:
-            samples = [(end - start) * 1e3 for start, end in marks]
+        samples = [seconds_between(*each) * 1e3 for each in marks]
         return {"median": statistics.median(samples), "min": min(samples), "max": max(samples)}
 
     def _sample(self, work: Work) -> tuple[Any, Any]:
@@ -70,18 +66,9 @@ class Clock:
         if self.buffer is not None:
             # read, not filled, because dirty cache lines would be written during the sample
             self.buffer.sum()
-        start = _now()
+        start = time_mark(DEVICE)
         work.run(state)
-        return start, _now()
-
-
-def _now() -> Any:
-    """An event on the device, or the host's seconds."""
-    if not ON_GPU:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+        return start, time_mark(DEVICE)
 
 
 def peak_bytes(work: Work) -> int | None:

@@ -22,32 +22,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from model.kernels.backend import why_not_triton
-from parallel.axes import MeshSizes
 from proofs.parity import chosen
-from proofs.parity.cases import (
-    QUICK_LAYOUTS,
-    Case,
-    Covering,
-    Pair,
-    covering_cases,
-    meshes_of,
-    option_values,
-)
+from proofs.parity.cases import Case, Covering, Pair, covering_cases, layouts_of, option_values
 from proofs.parity.chosen import EXPERT_LAYOUTS, EXPERT_STEPS, expert_values
 from proofs.parity.run import BOUNDS, Row, check, worst
 from proofs.ranks import Ranks
 from tools.command import CommandParser, at_least, run_command, write_json, writes
 
 WORLDS = (1, 2, 4, 8)
-
-
-def layouts_of(worlds: tuple[int, ...], quick: bool) -> list[MeshSizes]:
-    return [
-        sizes
-        for world in worlds
-        for sizes in meshes_of(world)
-        if Case(sizes).is_valid() and (not quick or sizes in QUICK_LAYOUTS)
-    ]
 
 
 @functools.cache
@@ -60,16 +42,12 @@ def expert_covering(worlds: tuple[int, ...]) -> Covering:
     return covering_cases(expert_values([at for at in EXPERT_LAYOUTS if at.world in worlds]))
 
 
-def steps_of(case: Case) -> int:
-    """Of a case of the dense covering array. (Those of AdamW are compared on every layout.)"""
-    return 1 if case.optimizer == "adamw" else EXPERT_STEPS
-
-
 def plan(worlds: tuple[int, ...], quick: bool) -> tuple[list[tuple[Case, int]], list[Pair]]:
     """Return the cases, each with its number of optimizer steps, and the pairs of option values
     that no valid case contains."""
     dense, of_experts = dense_covering(worlds, quick), expert_covering(worlds)
-    cases = [(case, steps_of(case)) for case in dense.cases]
+    # those of AdamW are compared on every layout
+    cases = [(case, 1 if case.optimizer == "adamw" else EXPERT_STEPS) for case in dense.cases]
     cases += [(case, EXPERT_STEPS) for case in of_experts.cases]
     cases += [(case, EXPERT_STEPS) for case in chosen.kind_cases() if case.world in worlds]
     if not quick:

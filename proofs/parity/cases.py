@@ -267,6 +267,16 @@ QUICK_LAYOUTS = [
 ]
 
 
+def layouts_of(worlds: Sequence[int], quick: bool) -> list[MeshSizes]:
+    """Every layout of these numbers of ranks that makes a valid case; `quick`: of QUICK_LAYOUTS."""
+    return [
+        sizes
+        for world in worlds
+        for sizes in meshes_of(world)
+        if Case(sizes).is_valid() and (not quick or sizes in QUICK_LAYOUTS)
+    ]
+
+
 def pairs_of(case: Case, names: Iterable[str]) -> set[Pair]:
     """Every two values of the options `names` that occur together in `case`, with an effect."""
     given = {**vars(case), "pipeline": (case.schedule, case.stages_per_rank)}

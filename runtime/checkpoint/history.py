@@ -1,4 +1,5 @@
-"""Check that a checkpoint's run had the data stages of the configuration, as far as it came.
+"""Check that a checkpoint's run had the data stages of the configuration, as far as it came, and
+find the state from which the run goes on.
 
     data_stages     0 ───────────────────┤ 1 ───────────────────┤ 2 ──────────────
     checkpoint      what it ended with   │ seq_len, data, model │ not reached: may be edited freely
@@ -15,7 +16,7 @@ from data.dataset import Mixture
 from data.loader import Earlier, check_state
 from declare import keys_of
 from errors import UserError
-from runtime.trainer_state import EarlierDataStage, TrainerState
+from runtime.trainer_state import DataState, EarlierDataStage, TrainerState, model_entries
 from settings.config import Config
 from settings.data_stages import (
     ROTATION_KEYS,
@@ -102,11 +103,31 @@ def end_of(trainer: TrainerState) -> EarlierDataStage:
     return EarlierDataStage(step=trainer.step, seq_len=trainer.seq_len, data=trainer.data)
 
 
-def changes_the_loss(before: Config, after: Config) -> bool:
-    """Whether the loss may have another level in data stage `after`, so that the guard against
-    spikes must forget the losses of the one before."""
-    was, now = ((one.train.seq_len, one.data, one.model) for one in (before, after))
-    return was != now
+def beginning(data: Mixture) -> DataState:
+    """The state of a loader that has read nothing of `data`."""
+    return DataState(checksum=data.checksum, next_sample=0, skipped=[])
+
+
+def at_boundary(trainer: TrainerState, config: Config, data: Sequence[Mixture]) -> TrainerState:
+    """Return the state from which the run goes on: that of the checkpoint, or at the end of a data
+    stage that of the next one's beginning."""
+    stages = data_stages(config)
+    stage, before = (
+        data_stage_of(stages, step) for step in (trainer.step, max(0, trainer.step - 1))
+    )
+    if stage is before:
+        return trainer
+    changed = {
+        "seq_len": stage.config.train.seq_len,
+        "model": model_entries(stage.config.model),
+        "data": beginning(data[stage.number]),
+        "earlier": [*trainer.earlier, end_of(trainer)],
+        "bad_in_a_row": 0,  # counted within a data stage, because a rollback never leaves it
+    }
+    was, now = ((c.train.seq_len, c.data, c.model) for c in (before.config, stage.config))
+    if was != now:  # the loss may have another level: the guard against spikes begins anew
+        changed["recent_losses"] = []
+    return trainer.model_copy(update=changed)
 
 
 def passed(earlier: Sequence[EarlierDataStage], data: Sequence[Mixture]) -> list[Earlier]:

@@ -37,23 +37,16 @@ from runtime.checkpoint.folder import (
     named_checkpoints,
     step_of,
 )
-from runtime.checkpoint.history import changes_the_loss, check_history, check_model, end_of
+from runtime.checkpoint.history import at_boundary, beginning, check_history, check_model
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.manifest import Damaged
 from runtime.checkpoint.placed import Placed
 from runtime.checkpoint.verify import check_files, check_whole, described, parse_trainer
 from runtime.log.events import read_events
 from runtime.output import log
-from runtime.trainer_state import (
-    DataState,
-    Start,
-    TrainerState,
-    held_tensors,
-    model_entries,
-    state_of,
-)
+from runtime.trainer_state import Start, held_tensors, state_of
 from settings.config import Config
-from settings.data_stages import ROTATION_KEYS, data_stage_of, data_stages
+from settings.data_stages import ROTATION_KEYS
 from training.step import TrainStep
 
 
@@ -178,7 +171,7 @@ def find_before(
 def _start_from(path: Path | None, config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
     """Read and check a start on rank 0, from the good checkpoint `path`, if there is one."""
     if path is None:
-        start = Start(state_of(config, _beginning(data[0])))
+        start = Start(state_of(config, beginning(data[0])))
     else:
         trainer = parse_trainer(path)
         check_history(path, trainer, config, data)
@@ -186,7 +179,7 @@ def _start_from(path: Path | None, config: Config, data: Sequence[Mixture], leas
             why = f"the checkpoint {path} is already at step {trainer.step}"
             remedy = f"give {trainer.step} or more, or another run.dir"
             raise UserError("train.steps", config.train.steps, why, remedy)
-        start = Start(_at_boundary(trainer, config, data), path)
+        start = Start(at_boundary(trainer, config, data), path)
     later = [c for c in complete_checkpoints(lease.checkpoints) if step_of(c) > start.step]
     if later:
         why = (
@@ -196,31 +189,6 @@ def _start_from(path: Path | None, config: Config, data: Sequence[Mixture], leas
         remedy = "choose another run.dir, or checkpoint.resume=auto"
         raise UserError("run.dir", config.run.dir, why, remedy)
     return start
-
-
-def _beginning(data: Mixture) -> DataState:
-    return DataState(checksum=data.checksum, next_sample=0, skipped=[])
-
-
-def _at_boundary(trainer: TrainerState, config: Config, data: Sequence[Mixture]) -> TrainerState:
-    """Return the state from which the run goes on: that of the checkpoint, or at the end of a data
-    stage that of the next one's beginning."""
-    stages = data_stages(config)
-    stage, before = (
-        data_stage_of(stages, step) for step in (trainer.step, max(0, trainer.step - 1))
-    )
-    if stage is before:
-        return trainer
-    changed = {
-        "seq_len": stage.config.train.seq_len,
-        "model": model_entries(stage.config.model),
-        "data": _beginning(data[stage.number]),
-        "earlier": [*trainer.earlier, end_of(trainer)],
-        "bad_in_a_row": 0,  # counted within a data stage, because a rollback never leaves it
-    }
-    if changes_the_loss(before.config, stage.config):
-        changed["recent_losses"] = []
-    return trainer.model_copy(update=changed)
 
 
 def _newest_good(lease: Lease, last_step: float = math.inf) -> Path | None:

@@ -54,7 +54,6 @@ from runtime.checkpoint.manifest import (
     Stored,
     check_sizes,
     fingerprint,
-    read_manifest,
     write_manifest,
 )
 from runtime.checkpoint.tensor_files import DTYPES, Piece, write_pieces
@@ -315,9 +314,7 @@ class Saver:
         self.lease.move(partial, final)
         sync(self.folder)
         try:
-            found = read_manifest(final)
-            check_sizes(final, found)
-            if found != manifest:
+            if described(final)[0] != manifest:
                 raise Damaged("its manifest is not the one that was written")
         except (Damaged, OSError):
             self.lease.put_aside(final, DAMAGED)

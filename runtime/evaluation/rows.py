@@ -202,8 +202,7 @@ def tokenize(task: Task, tokenizer: Tokenizer, seq_len: int, key: str) -> Task:
 def _shared(one: np.ndarray, other: np.ndarray) -> int:
     """The length of the longest beginning that both have."""
     length = min(len(one), len(other))
-    differs = np.flatnonzero(one[:length] != other[:length])
-    return int(differs[0]) if len(differs) else length
+    return int(np.cumprod(one[:length] == other[:length]).sum())
 
 
 def results(

@@ -30,6 +30,15 @@ def json_object(text: str | bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def finite(value: Any) -> Any:
+    """`value`, with a name in place of each number that JSON does not have: NaN and infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    return [finite(each) for each in value] if isinstance(value, list | tuple) else value
+
+
 def is_number(value: Any, finite: bool = True) -> bool:
     if isinstance(value, float):
         return not finite or math.isfinite(value)

@@ -6,6 +6,8 @@ import socket
 from collections import Counter
 from typing import Any
 
+from runtime.log.log_lines import finite
+
 # Alarms that come in series: of those that are alike, at most one in so many seconds.
 SERIES_SECONDS = {"spike": 60.0, "checkpoint": 600.0, "after_commit": 3600.0, "slow_rank": 3600.0}
 ALWAYS = {"end", "died", "refused", "hang"}  # sent even if many others wait
@@ -53,7 +55,7 @@ def alarm(run: str, folder: str, event: dict[str, Any]) -> dict[str, Any]:
     """Return what is sent about an event: `text` (which Slack, Mattermost and others show), `run`,
     `folder`, `host`, `event`, `step` (None if the event has none), `time` (seconds since 1970) and
     `details`, everything else in the event. JSON without NaN."""
-    details = _plain(event)
+    details = finite(event)
     return {
         "text": f"{run}: {words(event)}",
         "run": run,
@@ -64,14 +66,6 @@ def alarm(run: str, folder: str, event: dict[str, Any]) -> dict[str, Any]:
         "time": details.pop("time"),
         "details": details,  # what is left
     }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
 class Series:

@@ -17,15 +17,7 @@ from errors import UserError
 from parallel.axes import AXES, FSDP_AXES
 from parallel.config import MAX_RANKS
 from parallel.fsdp_units import sharded_dimension
-from parallel.pipeline.actions import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    Action,
-    Kind,
-    stage_ranks,
-)
+from parallel.pipeline.actions import Action, Kind, stage_ranks
 from parallel.pipeline.check import splits_backward
 from parallel.pipeline.lower import Program, lower
 from parallel.pipeline.schedules import build_schedule
@@ -36,9 +28,12 @@ from settings.config import Config
 from training.optimizers import bytes_of_states, optimizer_class
 
 # The kinds of actions of a schedule that splits backward, and of another.
-KINDS = {True: (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT), False: (FORWARD, BACKWARD)}
-PHASES = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "input",
-          BACKWARD_WEIGHT: "weight"}  # fmt: skip
+KINDS = {
+    True: (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT),
+    False: (Kind.FORWARD, Kind.BACKWARD),
+}
+PHASES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.BACKWARD_INPUT: "input",
+          Kind.BACKWARD_WEIGHT: "weight"}  # fmt: skip
 
 
 def world_of(path: str, config: Config, gpus: int | None) -> int:
@@ -317,6 +312,6 @@ class Layout:
         """What a unit does in an action of this kind. `first`: the unit is the first of a stage
         whose input comes from another stage; `last`: it is the last of a stage whose output goes to
         another stage; `begun`: an earlier micro-batch has begun the sums of its gradients."""
-        whole = kind is BACKWARD or (kind is FORWARD and not self.splits_backward)
+        whole = kind is Kind.BACKWARD or (kind is Kind.FORWARD and not self.splits_backward)
         sums = None if self.sum_dtype is None else Sums(self.sum_dtype, begun)
         return unit.phases(not whole, sums, first, last)[PHASES[kind]]

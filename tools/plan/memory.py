@@ -32,15 +32,7 @@ from parallel.memory import (
     TEMPORARY,
     WEIGHTS,
 )
-from parallel.pipeline.actions import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    Kind,
-    need_of,
-    result_of,
-)
+from parallel.pipeline.actions import Kind, need_of, result_of
 from parallel.pipeline.lower import Exchange
 from parallel.weight_gradient import adds_to_gradients
 from settings.config import Config
@@ -326,9 +318,9 @@ class Memory(Account):
             if need_of(item, layout.num_stages) is not None:
                 # a hidden state is kept for backward; a gradient is consumed
                 self.free(MESSAGES, part)
-                self.add(ACTIVATIONS if item.kind is FORWARD else TEMPORARY, part)
-            self.left[item.stage] -= item.kind in (BACKWARD, BACKWARD_WEIGHT)
-            work = self._forward if item.kind is FORWARD else self._backward
+                self.add(ACTIVATIONS if item.kind is Kind.FORWARD else TEMPORARY, part)
+            self.left[item.stage] -= item.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+            work = self._forward if item.kind is Kind.FORWARD else self._backward
             work(item.stage, item.kind, self.left[item.stage] == 0)
             if result_of(item, layout.num_stages) is not None:
                 self.add(MESSAGES, part)
@@ -362,7 +354,7 @@ class Memory(Account):
 
     def _backward(self, stage: int, kind: Kind, last: bool) -> None:
         units = range(len(self.units[stage]))
-        if kind is not BACKWARD_WEIGHT:
+        if kind is not Kind.BACKWARD_WEIGHT:
             self._input_gradients(stage, kind, last)
         else:
             for index in reversed(units):
@@ -370,7 +362,7 @@ class Memory(Account):
             for index in units:
                 for unit in reversed(self.sharded.around[stage, index]):
                     self.sharded.after_backward(unit, index, last)
-        if last and kind is not BACKWARD_INPUT:
+        if last and kind is not Kind.BACKWARD_INPUT:
             self.sharded.end_last_backward(stage)
 
     def _input_gradients(self, stage: int, kind: Kind, last: bool) -> None:
@@ -395,7 +387,7 @@ class Memory(Account):
             self.free(ACTIVATIONS, layout.hidden_bytes)
             self.free(TEMPORARY, layout.hidden_bytes)
         if stage < layout.num_stages - 1:  # the incoming gradient
-            kept = self._kept_incoming(stage) if kind is BACKWARD_INPUT else 0
+            kept = self._kept_incoming(stage) if kind is Kind.BACKWARD_INPUT else 0
             self.free(TEMPORARY, layout.hidden_bytes - kept)
 
     def _kept_incoming(self, stage: int) -> int:
@@ -404,13 +396,15 @@ class Memory(Account):
         if stage == self.layout.num_stages - 1:
             return 0
         unit = self.units[stage][-1]
-        phases = (self.layout.phase(BACKWARD_WEIGHT, unit, last=last) for last in (False, True))
+        phases = (
+            self.layout.phase(Kind.BACKWARD_WEIGHT, unit, last=last) for last in (False, True)
+        )
         own, sent = (phase.effect.changes for phase in phases)
         return sent.get(TEMPORARY, 0) - own.get(TEMPORARY, 0)
 
     def _after(self, kind: Kind, unit: FsdpUnit, index: int, last: bool, buffer: int) -> None:
         self.add(GATHERING, buffer)
-        if kind is BACKWARD:
+        if kind is Kind.BACKWARD:
             self.sharded.after_backward(unit, index, last)
         else:
             self.sharded.after_input_gradients(unit, index)
@@ -420,10 +414,10 @@ class Memory(Account):
         units = self.units[stage]
         first = stage > 0 and index == 0
         last = stage < self.layout.num_stages - 1 and index == len(units) - 1
-        if kind is BACKWARD_WEIGHT:  # whose records free what `_kept_incoming` counts
+        if kind is Kind.BACKWARD_WEIGHT:  # whose records free what `_kept_incoming` counts
             last = False
         begun = self.sharded.begun(stage, index)
-        if kind is FORWARD and units[index].name == HEAD:
+        if kind is Kind.FORWARD and units[index].name == HEAD:
             begun |= self.has_loss
         return self.layout.phase(kind, units[index], first, last, begun)
 

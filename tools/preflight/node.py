@@ -60,9 +60,7 @@ def look_at_node(
     run = Path(config.run.dir).absolute()  # may be created later, so its parents show a lost mount
     paths = [run, *run.parents]
     for stage in data_stages(config):  # a mount point without its mount is an empty folder
-        given = stage.config.data.path
-        folders = [given] if isinstance(given, str) else given
-        paths += [Path(folder, "index.json") for folder in folders]
+        paths += [Path(folder, "index.json") for folder in stage.config.data.weights()]
     report["folders"] = {str(path): "" for path in paths if os.path.exists(path)}
     return report
 

@@ -4,7 +4,7 @@ import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from traceback import walk_stack
 
 import torch
 
@@ -33,14 +33,13 @@ def line() -> str:
     """The line that is being executed: the innermost of this repository, and FSDP's if it is called
     from there. In a backward that autograd runs without our code: the name of its node."""
     ours, fsdp, node = "", "", torch._C._current_autograd_node()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not ours:
+    for frame, number in walk_stack(sys._getframe(1)):
         file = code_file(frame.f_code.co_filename) or ""
-        if not file.startswith(FSDP):
-            ours = file and f"{file}:{frame.f_lineno}"
-        elif not fsdp:
-            fsdp = f"{file.removeprefix(FSDP)}:{frame.f_lineno} {frame.f_code.co_name}"
-        frame = frame.f_back
+        if file.startswith(FSDP):
+            fsdp = fsdp or f"{file.removeprefix(FSDP)}:{number} {frame.f_code.co_name}"
+        elif file:
+            ours = f"{file}:{number}"
+            break
     if not ours and node is not None:
         ours = f"autograd's {node.name()}"
     return f"{ours}, in FSDP's {fsdp}" if fsdp and ours else ours or fsdp or "an unknown line"

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import product
+from traceback import walk_stack
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -90,15 +91,13 @@ def place(action: Action | None, operator: str = "") -> tuple[str, Where]:
     this repository or of FSDP, except in files that only pass a call on."""
     where: Where | None = None
     recomputes = False
-    frame: Any = sys._getframe(1)
-    while frame is not None:
+    for frame, number in walk_stack(sys._getframe(1)):
         code = frame.f_code
         file = code_file(code.co_filename)
         if file is not None and (where is None or where.file in PASS_ON):
-            where = Where(file, code.co_qualname, frame.f_lineno)
+            where = Where(file, code.co_qualname, number)
         # checkpoint calls it when backward asks for a tensor that was not kept
         recomputes |= code.co_name == "unpack_hook" and "/torch/utils/" in code.co_filename
-        frame = frame.f_back
     where = where or Where("(no code of the repository)", "", 0)
     if where.file.startswith(FSDP) or where.file == "parallel/whole.py":
         return "FSDP", where

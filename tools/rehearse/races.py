@@ -40,15 +40,7 @@ from torch.distributed import P2POp, ProcessGroup
 from costs.as_on_gpu import DEVICE
 from costs.collectives import Call, Work, arguments_of, group_of
 from costs.events import event_of
-from costs.operators import (
-    HostCopy,
-    accesses,
-    host_copy,
-    needs_value,
-    on_device,
-    takes_from_host,
-    tensors_of,
-)
+from costs.operators import accesses, host_copy, needs_value, on_device, takes_from_host, tensors_of
 from costs.storages import key_of, watch_resizes
 from hardware import H100
 from hardware import Device as Rates
@@ -178,7 +170,7 @@ class Races(Tape):
         for tensor in [*given, *made]:
             self.saw(tensor)
         if (copy := host_copy(func, args, kwargs)) is not None:
-            self._copied(func, args, result, copy)
+            self._copied(func, args, result, *copy)
             return
         touched = list(accesses(func, args, kwargs, result))
         if on_device([*given, *made]):
@@ -208,9 +200,10 @@ class Races(Tape):
             if isinstance(event, Computing):
                 self.overlap.computed[number] = event
 
-    def _copied(self, func: Any, args: Any, result: Tensor, copy: HostCopy) -> None:
+    def _copied(
+        self, func: Any, args: Any, result: Tensor, source: str, target: str, blocks: bool
+    ) -> None:
         """A copy makes the host wait, unless it is asked not to and the host's memory is pinned."""
-        source, target, blocks = copy
         fills = func is torch.ops.aten.copy_.default
         read = args[1] if fills else args[0]
         host = read if source == "cpu" else result
