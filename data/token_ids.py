@@ -27,8 +27,9 @@ def check_tokens(files: dict[str, bytes], name: str) -> None:
         why += '{"ID": {"content": "TOKEN", …}, …}'
         raise UserError("tokenizer", name, why, "correct it, or copy the file again") from None
     if JSON in files:
-        added_there = parse(files[JSON], f"{name}: {JSON}").get_added_tokens_decoder().values()
-        texts_have += [token.content for token in added_there if not token.special]
+        listed = parse(files[JSON], f"{name}: {JSON}").get_added_tokens_decoder().values()
+        added_there = {token.content for token in listed if not token.special}
+        texts_have += sorted(added_there - vocabularies[CONFIG].keys())  # which comes first
     for token in texts_have if MODEL in files else ():
         if token not in vocabularies[MODEL]:
             where = CONFIG if token in vocabularies[CONFIG] else JSON

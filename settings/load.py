@@ -45,7 +45,7 @@ def load_config(path: str, overrides: list[str]) -> Config:
 
 def load_section(name: str, path: str, overrides: list[str]) -> Any:
     """One section of a file, with its overrides. The others may be wrong. Raises UserError."""
-    raw = {name: _moved(_read(path)).get(name, {})}
+    raw = _moved({name: _read(path).get(name, {})})
     for override in overrides:
         if override.startswith(f"{name}."):
             _apply(override, raw)

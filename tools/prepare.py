@@ -15,7 +15,7 @@ from pathlib import Path
 from data.files import Report
 from data.prepare import prepare
 from data.tokenizer import Tokenizer
-from tools.command import CommandParser, at_least, duration, run_command
+from tools.command import CommandParser, at_least, duration, reports_errors, run_command
 
 
 def add_source_options(parser: CommandParser) -> None:
@@ -30,6 +30,7 @@ def add_source_options(parser: CommandParser) -> None:
     parser.option("--skip", str, None, skipped, choices=kinds, default=[], nargs="+")
 
 
+@reports_errors
 def main(arguments: list[str] | None = None) -> None:
     parser = CommandParser(prog="python -m tools.prepare", description=__doc__)
     add_source_options(parser)

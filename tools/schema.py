@@ -22,7 +22,7 @@ from settings.config import SECTIONS, Config
 from settings.data_stages import BEGINS, CHANGEABLE
 from settings.layouts import MAX_LAYOUTS, OF_TRAIN
 from settings.load import KINDS
-from tools.command import CommandParser, run_command, writes
+from tools.command import CommandParser, reports_errors, run_command, writes
 
 
 def schema() -> dict[str, Any]:
@@ -103,6 +103,7 @@ def comments(cls: Any) -> dict[str, str]:
     return {key: comment for key, comment in found.items() if comment}
 
 
+@reports_errors
 def main() -> None:
     parser = CommandParser(prog="python -m tools.schema", description=__doc__)
     parser.required("--out", Path, "FILE", "the file to write")

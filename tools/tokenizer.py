@@ -16,7 +16,7 @@ from data.heldout import Splitter
 from data.sources import documents
 from data.tokenizer import Tokenizer
 from errors import UserError, exists, is_file
-from tools.command import CommandParser, at_least, run_command, writes
+from tools.command import CommandParser, at_least, reports_errors, run_command, writes
 from tools.prepare import add_source_options
 
 
@@ -44,6 +44,7 @@ def check_out(out: Path) -> None:
         raise UserError("--out", str(out), why, "give another name; only such a file is replaced")
 
 
+@reports_errors
 def main(arguments: list[str] | None = None) -> None:
     parser = CommandParser(prog="python -m tools.tokenizer", description=__doc__)
     add_source_options(parser)

@@ -307,6 +307,7 @@ class Examination(Listener):
             nodes = sorted({self.nodes[rank] for rank in verdict.ranks})
             about = {"step": run.step, "cause": cause, **asdict(verdict)}
             about |= {"nodes": nodes[:MOST], "ranks": verdict.ranks[:MOST]}
+            about["num_ranks"] = len(verdict.ranks)
             run.log.event("suspicion", **about)
             run.for_status["suspicion"] = about
             for node in nodes if verdict.is_sure else []:

@@ -1,4 +1,5 @@
-"""Account for a run's time: every second from its first start to its last line has one cause.
+"""Account for a run's time: every second from its first start to its last line has one cause, but
+for those between the end of the training and a start that is to train further.
 
     steps       training that is part of the final result
     lost        repeated steps after a failure or a rollback; waiting in a failed step
@@ -11,7 +12,7 @@
                 and from the end of a data stage to the first step of the next
     end         from the last step to the process's end: the last save
     down        from a start's last line to the next start: the steps since that line, noticing the
-                failure, starting processes
+                failure, starting processes (nothing after a start that has finished the training)
 
 Rank 0 writes `spent` lines to events.jsonl during the run (RunLog); Account sums them up. When a
 process is killed, the seconds since its last line are not recorded and count as `down`.
@@ -98,6 +99,8 @@ class Account:
             self._last = (self._last or event["time"]) + sum(event["seconds"].values())
         if kind == "end" and event.get("state") == "finished":
             self._last = None  # if somebody raises train.steps later, nothing was down until then
+        elif kind == "end" and self._last is None and self._step:  # not before the first start
+            self._last = event["time"]
 
 
 def _cut(

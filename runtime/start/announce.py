@@ -114,9 +114,11 @@ def what_changed(path: Path, config: Config, step: int) -> list[str]:
     training = [section for section in SECTIONS if section not in ABOUT_THE_RUN]
     changes = changed_between(was.config, now.config, training)
     changes += ["data_stages"] if before.data_stages != config.data_stages else []
-    rates = [f"{learning_rate(step, each.phase, each.config.optimizer):.3g}" for each in (was, now)]
-    if step and rates[0] != rates[1]:
-        changes.append(f"so the learning rate of step {step + 1} {' → '.join(rates)}")
+    if 0 < step < config.train.steps:
+        both = [learning_rate(step, each.phase, each.config.optimizer) for each in (was, now)]
+        rates = [f"{rate:.3g}" for rate in both]
+        if rates[0] != rates[1]:
+            changes.append(f"so the learning rate of step {step + 1} {' → '.join(rates)}")
     return [f"changed since the last start of {folder}: {', '.join(changes)}"] if changes else []
 
 

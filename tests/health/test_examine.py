@@ -64,6 +64,7 @@ def test_a_persistent_fault_names_its_rank_and_ends_the_run(ranks, data, tmp_pat
     assert (event["ranks"], event["is_sure"]) == ([rank], True)
     status = status_of(tmp_path)
     assert (status["state"], status["suspicion"]["ranks"]) == ("failed", [rank])
+    assert status["suspicion"]["num_ranks"] == 1
     (node,) = event["nodes"]
     assert f"rank {rank} on {node}" in excluded_nodes(tmp_path / "run")[node]["reason"]
     # nothing was saved after the fault: the next start begins before it

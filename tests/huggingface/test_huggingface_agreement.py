@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from data.prepare import prepare
+from data.token_ids import check_tokens
 from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
 from proofs.ranks import Ranks
@@ -155,6 +156,14 @@ def test_files_that_disagree_are_refused(chat: Path, tmp_path: Path, name: str) 
     with pytest.raises(UserError, match=".*".join(map(re.escape, said))):
         import_hf(chat, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_configuration_says_which_tokens_are_special(chat: Path) -> None:
+    change(chat, JSON, **other_tokenizer_json("<think>"))
+    special = {"content": "<think>", "special": True}
+    change(chat, TOKENIZER_CONFIG, added_tokens_decoder={str(END): special})
+    files = {name: (chat / name).read_bytes() for name in (MODEL, JSON, TOKENIZER_CONFIG)}
+    check_tokens(files, "chat")
 
 
 def refusal(folder: Path) -> str:

@@ -110,10 +110,9 @@ def test_ranks_that_do_not_join_again(data, tmp_path):
 
 def test_a_job_that_gives_up(monkeypatch, data, tmp_path, capsys):
     monkeypatch.setattr(send, "RETRY_SECONDS", (0.0, 0.0, 0.0))
-    config = runs.write_config(tmp_path, data)
+    twice = {"cpu_offload": True, "offload": "none"}  # the job may end because of these
+    config = runs.write_config(tmp_path, data, parallel=twice, trian={"steps": 2})
     assert alarm.main(["gives up", config]) == 0  # nobody is to be told
-    with open(config, "a") as file:
-        file.write("trian: {steps: 2}\n")  # the job may end because of this
     with Receiver() as server:
         told = f"run.on_event={server.url}"
         assert alarm.main(["Slurm job 7.2 gives up", config, "train.setps=3", told]) == 0

@@ -8,6 +8,7 @@ import pytest
 
 from hardware import FAILURES_PER_GPU_DAY, H100
 from runtime.checkpoint.save_interval import DAY, best_interval, mtbf_of
+from runtime.log.ledger import Account
 from settings.load import load_config
 from tools.plan.goodput import Shares, describe_goodput, goodput, shares, spares_needed
 from tools.report import run as report
@@ -93,8 +94,6 @@ def test_what_a_run_measured():
             clock += 2.0
             spent = {"steps": 2.0} | ({"start": 6.0} if step == first + 1 else {})
             add("spent", step=step, seconds=spent)
-            if step == first + 1:
-                add("started", step=step, seconds={"step": 6.0})
             if step % 5 == 0:
                 clock += 0.5
                 saved = {"bytes": 1, "stall_seconds": 0.4, "write_seconds": 1.0}
@@ -109,12 +108,15 @@ def test_what_a_run_measured():
     assert "best interval between saves: 10 steps (20.0 s)" in best
     assert took == "measured: a save 0.5 s, its writing 1.0 s, a start 6.0 s"
     assert len(report.goodput(events, 0.0)) == 2, "nothing fails"
-    more = [{**event, "step": 20} for event in events if event["event"] in ("spent", "started")][:2]
-    *_, took = report.goodput([*events, *more], rate)  # a later data stage of the same process
+    again = {"event": "spent", "time": clock, "step": 20, "seconds": {"start": 6.0}}
+    *_, took = report.goodput([*events, again], rate)  # a later data stage of the same process
     assert took.endswith("a start 6.0 s")
     # nothing was down between the end of the training and a later start with more steps
     later = {**events[0], "began": clock + 1e6, "time": clock + 1e6, "step": 20}
     assert report.goodput([*events, later], rate)[0] == effective
+    failed = [{"event": "end", "time": clock + 1e6, "state": "failed", "step": 20}]
+    down = Account([*events, *failed, {**later, "began": clock + 1e6 + 60.0}]).seconds["down"]
+    assert down == 9.0 + 60.0
     for event in events:  # a GPU copies while the host goes on
         event |= {"stall_seconds": 2.0} if "stall_seconds" in event else {}
     _, best, took = report.goodput(events, rate)

@@ -34,6 +34,8 @@ def test_what_changed_is_named(tmp_path):
         (["data_stages=[{from_step: 100, optimizer: {lr: 1e-3, schedule: stable}, train: "
           "{micro_batch_size: 8}}, {from_step: 140, optimizer: {lr: 1e-4}}]"], ": data_stages"),
         (["train.steps=200"], ": train.steps 160 → 200"),
+        (["train.steps=120", "data_stages.1.optimizer.lr=1e-2"],  # no step is left
+         ": train.steps 160 → 120, optimizer.lr 0.001 → 0.01, data_stages"),
     ],
 )  # fmt: skip
 def test_what_changed_in_the_data_stage_that_runs(tmp_path, settings, changed):

@@ -102,7 +102,7 @@ def goodput(events: list[Event], failures_per_gpu_day: float) -> list[str]:
                 f"({best:,.1f} s), because a save cost {cost:.3g} s and {failures_per_gpu_day:.3g} "
                 "failures are expected per GPU and day"
             )
-    # each data stage starts too
-    begun = sum(event["event"] == "started" for event in events) or len(starts)
+    # each data stage starts too; a start that fails in its first step counts, as its seconds do
+    begun = sum("start" in event["seconds"] for event in events if event["event"] == "spent")
     took += [f"a start {duration(seconds['start'] / begun)}"] if begun else []
     return lines + ["measured: " + ", ".join(took)] * bool(took)
