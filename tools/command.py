@@ -59,6 +59,13 @@ def writes(option: str, path: Path) -> Iterator[None]:
         raise UserError(option, str(path), why, remedy) from None
 
 
+def check_json(file: Path | None) -> None:
+    """Raises UserError if --json cannot be written: not only after minutes of work."""
+    if file is not None:
+        with writes("--json", file):
+            file.touch()
+
+
 def write_json(file: Path | None, content: Any, **how: Any) -> None:
     """Writes what --json asks for, if it was given. Raises UserError if it cannot be written."""
     if file is not None:

@@ -22,7 +22,7 @@ from runtime.agreement import from_rank_0, on_all_ranks
 from runtime.evaluation.rows import read_tasks, results, tokenize
 from runtime.evaluation.scoring import score_whole
 from settings.config import DTYPES
-from tools.command import CommandParser, at_least, run_command, table, write_json
+from tools.command import CommandParser, at_least, check_json, run_command, table, write_json
 from tools.generate.load_model import load_model, on_ranks
 
 TOKENS_AT_ONCE = 4096
@@ -74,6 +74,7 @@ def main() -> None:
     options = parse()
 
     def work(device: str) -> None:
+        from_rank_0(lambda: check_json(options.json))
         found = evaluate(options, device)
         if dist.get_rank() == 0:
             print(describe(found), flush=True)  # first: the file may be on a full disk

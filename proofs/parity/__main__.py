@@ -27,7 +27,7 @@ from proofs.parity.cases import Case, Covering, Pair, covering_cases, layouts_of
 from proofs.parity.chosen import EXPERT_LAYOUTS, EXPERT_STEPS, expert_values
 from proofs.parity.run import BOUNDS, Row, check, worst
 from proofs.ranks import Ranks
-from tools.command import CommandParser, at_least, run_command, write_json, writes
+from tools.command import CommandParser, at_least, check_json, run_command, write_json
 
 WORLDS = (1, 2, 4, 8)
 
@@ -75,9 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.option("--json", Path, "FILE", "write every row to FILE")
     options = parser.parse_args(arguments)
     at_least(1, world=options.world, jobs=options.jobs)
-    if options.json:
-        with writes("--json", options.json):  # not only at the end
-            options.json.touch()
+    check_json(options.json)
     worlds = (options.world,) if options.world else WORLDS
     started = time.monotonic()
     cases, impossible = plan(worlds, options.quick)

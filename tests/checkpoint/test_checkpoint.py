@@ -445,10 +445,12 @@ def test_verify_says_what_is_wrong(saved, tmp_path, capsys, monkeypatch):
     _, checkpoints = runs.copy_of(saved, tmp_path)
     trainer = checkpoints / "step-00000004" / "trainer.json"
     trainer.unlink()
+    (checkpoints / "step-00000006" / "manifest.json").unlink()
     assert verify.main([str(tmp_path / "run")]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert [": good" in line for line in lines] == [True, False, True]
+    assert [": good" in line for line in lines] == [True, False, False]
     assert "'trainer.json' is missing or truncated" in lines[1]
+    assert "damaged: " in lines[2]
 
     def verify_too_late(path: Path) -> None:
         shutil.rmtree(path)

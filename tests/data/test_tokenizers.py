@@ -156,7 +156,7 @@ def test_the_file_chooses_and_the_digest_covers_what_decides(folder: Path, tmp_p
         Tokenizer.load(folder, check_beside=True)
     assert Tokenizer.load(folder).sha256 == tokenizer().sha256, "of a run that has these files"
     make(folder, {"bos_token": "", "eos_token": {"content": "</s>"}})
-    with pytest.raises(UserError, match="by tokenizer.json, and tokenizer.model would spell it"):
+    with pytest.raises(UserError, match=r"tokenizer.json, and tokenizer.model would spell it"):
         Tokenizer.load(folder, check_beside=True)
     both = Tokenizer.load(folder)
     assert both.sha256 == tokenizer().sha256 == hashlib.sha256(tokenizer().model).hexdigest()

@@ -395,6 +395,8 @@ def test_the_command(saved: Path, tmp_path: Path) -> None:
     refused, *_ = run_python([*command, "pythn"], "", ROOT)
     done, printed, errors = run_python([*command, *bundled, "--json", str(file)], "", ROOT)
     assert (refused, done) == (2, 0), errors
+    nowhere = ["--json", str(tmp_path / "no" / "found.json")]  # refused before the work
+    assert run_python([*command, *bundled, *nowhere], "", ROOT)[:2] == (2, "")
     head, *lines = printed.splitlines()
     assert head.split() == ["task", "examples", "accuracy", "per", "byte", "accuracy", "bits/byte"]
     assert [line.split()[0] for line in lines] == bundled

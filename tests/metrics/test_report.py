@@ -256,7 +256,7 @@ def test_what_cannot_be_done_is_refused(new, tmp_path, capsys):
         (tmp_path, "--out", "page.html", "RUN = "),
         (new, "--png", "loss.jpg", "end it in .png"),
         (new, "--out", "page.pdf", "end it in .html"),
-        (new, "--png", "loss.png", "it has no logged step yet"),
+        (new, "--png", "loss.png", "it has no logged step with a finite loss yet"),
         (new, "--out", "run/metrics.jsonl/page.html", "cannot be written"),
     ):
         assert report.main([str(folder), option, str(tmp_path / out)]) == 2

@@ -24,7 +24,14 @@ from typing import Any
 from settings.config import Config
 from settings.layouts import valid_layout
 from settings.load import load_config
-from tools.command import CommandParser, at_least, reports_errors, run_command, write_json, writes
+from tools.command import (
+    CommandParser,
+    at_least,
+    check_json,
+    reports_errors,
+    run_command,
+    write_json,
+)
 from tools.plan.hardware import GB, find_device
 from tools.plan.layout import Layout, world_of
 from tools.plan.memory import Memory, one_stage
@@ -87,9 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = find_device(options.device)
     at_least(0, world, rank=options.rank)
     check_can_be_rehearsed(config, options.races)
-    if options.json is not None:
-        with writes("--json", options.json):  # not only after minutes of work
-            options.json.touch()
+    check_json(options.json)
     run = partial(alone, rehearse, config, world, options.rank)
     if options.operators:
         report = run(2, recording)

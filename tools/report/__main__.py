@@ -51,8 +51,8 @@ def main(arguments: list[str] | None = None) -> None:
             raise UserError(option, str(path), why, f"end it in {suffix}")
     run = read_run(options.run)
     if png is not None and not run.points("loss"):
-        why = "it has no logged step yet"
-        raise UserError("RUN", str(options.run), why, "wait for the first one")
+        why = "it has no logged step with a finite loss yet"
+        raise UserError("RUN", str(options.run), why, "wait for the first one, or leave --png out")
     if out is png is None and not run.events:
         why = "its events.jsonl has no whole line, or cannot be read"
         raise UserError("RUN", str(options.run), why, "wait, or give another run folder (run.dir)")
