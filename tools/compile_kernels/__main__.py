@@ -1,6 +1,6 @@
 """Compiles every Triton kernel for GPUs that need not be present, and checks the machine code.
 
-    python -m tools.compile_kernels                                 for T4, A100, H100, MI300X
+    python -m tools.compile_kernels                                 for T4, A100, H100, B200, MI300X
     python -m tools.compile_kernels --target sm_90 --only rms_norm  some of them
     python -m tools.compile_kernels --specimens my_kernels.py       your own, in a list SPECIMENS
     python -m tools.compile_kernels --json kernels.json             the table as JSON

@@ -154,7 +154,7 @@ def compile_launch(launch: Launch) -> Report:
     narrow = {lines_of(access, file) for access in of_tensors if access.size < WIDE}
 
     faults = []
-    if usage["stack"] or usage["local"]:
+    if max(usage["stack"], usage["local"]) > target.spills:
         faults.append("spills: {stack} bytes of stack, {local} accesses to them".format(**usage))
     if specimen.wide:
         faults += [
