@@ -305,8 +305,8 @@ class Examination(Listener):
             examined = "" if verdict.verdict == NOT_EXAMINED else "examined: "
             log(f"warning: {cause}; {examined}{self._describe(verdict)}")
             nodes = sorted({self.nodes[rank] for rank in verdict.ranks})
-            about = {"step": run.step, "cause": cause, **asdict(verdict)}
-            about |= {"nodes": nodes[:MOST], "ranks": verdict.ranks[:MOST]}
+            named = {"nodes": nodes[:MOST], "ranks": verdict.ranks[:MOST]}
+            about = {"step": run.step, "cause": cause, **asdict(verdict), **named}
             about["num_ranks"] = len(verdict.ranks)
             run.log.event("suspicion", **about)
             run.for_status["suspicion"] = about

@@ -19,8 +19,8 @@ added, never changed.
     slow_rank   a rank is slow, or no     step, rank, node, factor, since (a step); `ended` if it no
                 longer is                 longer is (health/slow_ranks.py)
     examining   an examination begins     step, cause
-    suspicion   … and ends                step, cause, verdict, why, num_ranks; of these at most 20
-                                          ranks and nodes (health/examine.py)
+    suspicion   … and ends                step, cause, verdict, why, num_ranks; ranks and nodes, at
+                                          most 20 of each (health/examine.py)
     end         a start ends, only once   state, step, reason; `noted_later` if the next start has
                 (status.py)               noted it
 

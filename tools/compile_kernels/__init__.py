@@ -24,7 +24,8 @@ TARGETS = {
     "sm_75": Target(("cuda", 75, 32), 64 * 1024, has_bfloat16=False),  # T4
     "sm_80": Target(("cuda", 80, 32), 163 * 1024),  # A100
     "sm_90": Target(("cuda", 90, 32), 227 * 1024),  # H100, H200
-    # for it, ptxas leaves two registers on the stack in the backward of the widest norms
+    # ptxas leaves two registers on the stack in the backward of norms that are 16,384 wide, and of
+    # norm and rotation in float32
     "sm_100": Target(("cuda", 100, 32), 227 * 1024, spills=8),  # B200
     "gfx942": Target(("hip", "gfx942", 64), 64 * 1024),  # MI300X
 }
